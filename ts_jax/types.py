@@ -1,0 +1,358 @@
+"""The vocabulary of ts_jax: frozen records that every layer shares, and no logic beyond their own validity.
+
+A *trajectory* is an append-only token sequence: the prompt, then turns.  Each turn is the context appended since the
+previous turn (an observation rendered through the chat template, never scored) followed by the ids the engine sampled.
+Ids are the record; text is kept beside them for people and parsers and is never re-encoded.
+
+Every record converts to plain JSON values with `to_json` and back with `from_json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import types as _types
+import typing
+from typing import Any, Mapping
+
+
+class TsJaxError(Exception):
+  """Base of every error ts_jax raises on purpose: says what was wrong, which value, and what to do."""
+
+
+class ConfigError(TsJaxError):
+  """A configuration value, task folder, weight file or tokenizer is unusable.  Raised before rollout starts."""
+
+
+class PolicyVersionError(TsJaxError):
+  """A record or an engine reply belongs to another policy version than the update in progress."""
+
+
+class InfrastructureError(TsJaxError):
+  """An engine, sandbox or verifier failed.  Such work is retried and never scored."""
+
+
+class FinishReason(enum.Enum):
+  """Why the engine stopped sampling a turn."""
+
+  STOP = 'stop'  # a stop id was sampled (it is part of the turn and is scored)
+  LENGTH = 'length'  # the turn's token limit, the trajectory's, or the context's was reached
+  ABORT = 'abort'  # the engine gave the request up: never trained on
+
+
+class TerminalReason(enum.Enum):
+  """Why a trajectory ended.  `TERMINAL_OUTCOMES` documents what follows from each."""
+
+  DONE = 'done'  # the agent submitted
+  MAX_TURNS = 'max_turns'
+  MAX_TOKENS = 'max_tokens'  # generated tokens of the whole trajectory
+  CONTEXT_OVERFLOW = 'context_overflow'  # the next turn would not fit the context
+  PARSE_ERROR = 'parse_error'  # the last permitted turn held no readable action
+  TOOL_TIMEOUT = 'tool_timeout'  # a command outlived its limit; the shell and its process tree were ended
+  INFRASTRUCTURE = 'infrastructure'  # engine, sandbox or verifier failure
+
+
+@dataclasses.dataclass(frozen=True)
+class TerminalOutcome:
+  """What a terminal reason implies: is the state verified for a reward, are sampled tokens scored, is it retried."""
+
+  verified: bool
+  scored: bool
+  retried: bool
+
+
+TERMINAL_OUTCOMES: Mapping[TerminalReason, TerminalOutcome] = _types.MappingProxyType({
+    TerminalReason.DONE: TerminalOutcome(verified=True, scored=True, retried=False),
+    TerminalReason.MAX_TURNS: TerminalOutcome(verified=True, scored=True, retried=False),
+    TerminalReason.MAX_TOKENS: TerminalOutcome(verified=True, scored=True, retried=False),
+    TerminalReason.CONTEXT_OVERFLOW: TerminalOutcome(verified=True, scored=True, retried=False),
+    TerminalReason.PARSE_ERROR: TerminalOutcome(verified=True, scored=True, retried=False),
+    TerminalReason.TOOL_TIMEOUT: TerminalOutcome(verified=True, scored=True, retried=False),
+    TerminalReason.INFRASTRUCTURE: TerminalOutcome(verified=False, scored=False, retried=True),
+})
+
+
+class Record:
+  """Mixin: JSON conversion for frozen dataclasses, driven by their field types."""
+
+  def to_json(self) -> dict[str, Any]:
+    """Returns plain JSON values (enums by value, tuples as lists)."""
+    return {f.name: _to_json(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+  @classmethod
+  def from_json(cls, values: Mapping[str, Any]):
+    """Inverse of `to_json`.
+
+    Raises:
+      ConfigError: a field is unknown or missing.
+    """
+    hints = typing.get_type_hints(cls)
+    unknown = sorted(set(values) - {f.name for f in dataclasses.fields(cls)})
+    if unknown:
+      raise ConfigError(f'{cls.__name__} record has unknown fields {unknown}: was it written by another version?')
+    try:
+      return cls(**{k: _from_json(hints[k], v) for k, v in values.items()})
+    except TypeError as e:
+      raise ConfigError(f'{cls.__name__} record is incomplete or malformed: {e}') from e
+
+
+def _to_json(value):
+  if isinstance(value, enum.Enum):
+    return value.value
+  if isinstance(value, Record):
+    return value.to_json()
+  if isinstance(value, (tuple, list)):
+    return [_to_json(v) for v in value]
+  return value
+
+
+def _from_json(hint, value):
+  origin, args = typing.get_origin(hint), typing.get_args(hint)
+  if value is None:
+    return None
+  if origin in (typing.Union, _types.UnionType):
+    return _from_json(next(a for a in args if a is not type(None)), value)
+  if origin is tuple:
+    return tuple(_from_json(args[0], v) for v in value)
+  if isinstance(hint, type) and issubclass(hint, enum.Enum):
+    return hint(value)
+  if isinstance(hint, type) and issubclass(hint, Record):
+    return hint.from_json(value)
+  return value
+
+
+def _require(condition: bool, message: str) -> None:
+  if not condition:
+    raise ValueError(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledTokens(Record):
+  """What an engine returns for one request.
+
+  Attributes:
+    token_ids: sampled ids, the stop id included.
+    log_probs: log-probability of each id under the sampled distribution, same length.
+    version_start: policy version that produced the first token.
+    version_end: policy version that produced the last token.
+    finish_reason: why sampling stopped.
+  """
+
+  token_ids: tuple[int, ...]
+  log_probs: tuple[float, ...]
+  version_start: int
+  version_end: int
+  finish_reason: FinishReason
+
+  def __post_init__(self):
+    _require(len(self.log_probs) == len(self.token_ids),
+             f'{len(self.token_ids)} sampled ids but {len(self.log_probs)} log-probs')
+    _require(all(math.isfinite(x) and x <= 1e-4 for x in self.log_probs), 'a sampler log-prob is not finite or is positive')
+    _require(self.version_start <= self.version_end, f'version span {self.version_start}..{self.version_end} runs backwards')
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn(Record):
+  """One agentic turn: appended context, then sampled action, then what the tool did with it.
+
+  Attributes:
+    index: 0-based position in the trajectory.
+    context_ids: ids appended before sampling (observation through the chat template); empty for turn 0.
+    sampled: the engine's reply.
+    scored_mask: which sampled ids carry loss, same length as `sampled.token_ids`.
+    action: the parsed command, or None when the reply could not be parsed.
+    observation: the tool's (truncated) output as text, or the parser's fixed error.
+    request_start_s, request_end_s: engine request, seconds on the run's clock.
+    tool_start_s, tool_end_s: tool execution, seconds on the run's clock (equal when no tool ran).
+  """
+
+  index: int
+  context_ids: tuple[int, ...]
+  sampled: SampledTokens
+  scored_mask: tuple[bool, ...]
+  action: str | None = None
+  observation: str = ''
+  request_start_s: float = 0.0
+  request_end_s: float = 0.0
+  tool_start_s: float = 0.0
+  tool_end_s: float = 0.0
+
+  def __post_init__(self):
+    _require(self.index >= 0, f'turn index {self.index} is negative')
+    _require(len(self.scored_mask) == len(self.sampled.token_ids),
+             f'turn {self.index}: mask of {len(self.scored_mask)} for {len(self.sampled.token_ids)} sampled ids')
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory(Record):
+  """An append-only token record of one attempt at one task.
+
+  Attributes:
+    update: logical update k this trajectory belongs to.
+    group: index of its group (prompt) within the update.
+    index: index within the group.
+    task_id: task identifier.
+    policy_version: version every token was sampled from.
+    prompt_ids: the prompt shared by the group (system, demonstrations, instruction), never scored.
+    turns: the turns, in order.
+    terminal_reason: why it ended.
+    reward: None until the verifier has answered.
+    tests_passed: verifier's detail, "name=1/0" strings.
+    start_s, content_s, reward_s: start, content fixed, reward fixed; seconds on the run's clock.
+  """
+
+  update: int
+  group: int
+  index: int
+  task_id: str
+  policy_version: int
+  prompt_ids: tuple[int, ...]
+  turns: tuple[Turn, ...]
+  terminal_reason: TerminalReason
+  reward: float | None = None
+  tests_passed: tuple[str, ...] = ()
+  start_s: float = 0.0
+  content_s: float = 0.0
+  reward_s: float = 0.0
+
+  def __post_init__(self):
+    _require(len(self.prompt_ids) > 0, f'trajectory {self.key}: empty prompt')
+    _require([t.index for t in self.turns] == list(range(len(self.turns))), f'trajectory {self.key}: turns out of order')
+    _require(self.reward is None or math.isfinite(self.reward), f'trajectory {self.key}: reward {self.reward} is not finite')
+    if self.reward is not None and not TERMINAL_OUTCOMES[self.terminal_reason].verified:
+      raise ValueError(f'trajectory {self.key}: {self.terminal_reason.value} is never scored, yet has reward {self.reward}')
+
+  @property
+  def key(self) -> tuple[int, int, int]:
+    """(update, group, index): unique within a run."""
+    return (self.update, self.group, self.index)
+
+  @property
+  def completion_ids(self) -> tuple[int, ...]:
+    """Every id after the prompt."""
+    return tuple(i for t in self.turns for i in t.context_ids + t.sampled.token_ids)
+
+  @property
+  def completion_mask(self) -> tuple[bool, ...]:
+    """Scored mask over `completion_ids`."""
+    return tuple(m for t in self.turns for m in (False,) * len(t.context_ids) + t.scored_mask)
+
+  @property
+  def completion_log_probs(self) -> tuple[float, ...]:
+    """Sampler log-probs over `completion_ids`; 0 where nothing was sampled."""
+    return tuple(p for t in self.turns for p in (0.0,) * len(t.context_ids) + t.sampled.log_probs)
+
+  @property
+  def scored_tokens(self) -> int:
+    """L_i: number of scored tokens."""
+    return sum(sum(t.scored_mask) for t in self.turns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group(Record):
+  """The trajectories sampled for one prompt of an update."""
+
+  index: int
+  task_id: str
+  prompt_ids: tuple[int, ...]
+  trajectories: tuple[Trajectory, ...]
+
+  def __post_init__(self):
+    _require(len(self.trajectories) > 0, f'group {self.index} ({self.task_id}) has no trajectories')
+    for t in self.trajectories:
+      _require(t.group == self.index and t.prompt_ids == self.prompt_ids,
+               f'trajectory {t.key} does not belong to group {self.index} ({self.task_id})')
+
+
+@dataclasses.dataclass(frozen=True)
+class LogicalBatch(Record):
+  """B_k: the groups of one update, all sampled from one policy version in sync and thundersync."""
+
+  update: int
+  policy_version: int
+  groups: tuple[Group, ...]
+
+  def __post_init__(self):
+    _require([g.index for g in self.groups] == list(range(len(self.groups))), f'update {self.update}: groups out of order')
+    for t in self.trajectories:
+      _require(t.update == self.update, f'trajectory {t.key} is not of update {self.update}')
+
+  @property
+  def trajectories(self) -> tuple[Trajectory, ...]:
+    """All trajectories, by group then index."""
+    return tuple(t for g in self.groups for t in g.trajectories)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupPlan(Record):
+  """What an update will sample: registered before rollout starts, so that the barrier knows what to wait for."""
+
+  index: int
+  task_id: str
+  prompt_ids: tuple[int, ...]
+  size: int
+
+  def __post_init__(self):
+    _require(self.size > 0, f'group {self.index} ({self.task_id}) has size {self.size}')
+    _require(len(self.prompt_ids) > 0, f'group {self.index} ({self.task_id}): empty prompt')
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnFinished(Record):
+  """Rollout event: one more turn of a trajectory is fixed (live progress; later, turn-level release)."""
+
+  update: int
+  group: int
+  index: int
+  turn: Turn
+
+
+@dataclasses.dataclass(frozen=True)
+class ContentFixed(Record):
+  """Rollout event: the trajectory's tokens are final; its reward may still be pending."""
+
+  trajectory: Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardFixed(Record):
+  """Rollout event: the verifier answered; `trajectory.reward` is set."""
+
+  trajectory: Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutFailed(Record):
+  """Rollout event: the rollout side cannot go on.  The update stops with this message."""
+
+  update: int
+  message: str
+
+
+RolloutEvent = TurnFinished | ContentFixed | RewardFixed | RolloutFailed
+
+
+@dataclasses.dataclass(frozen=True)
+class Span(Record):
+  """One interval of work, for release traces and timelines.
+
+  Attributes:
+    kind: 'engine', 'tool', 'verify', 'source', 'prompt', 'fold', 'reduce', 'optimizer', 'publish', 'compile'.
+    start_s, end_s: seconds on the run's clock.
+    update, group, index, turn: what it belongs to (-1 where it does not apply).
+    lane: learner lane (-1 for rollout work).
+    tokens: tokens processed.
+    ready_s: when its inputs were fixed.
+  """
+
+  kind: str
+  start_s: float
+  end_s: float
+  update: int
+  group: int = -1
+  index: int = -1
+  turn: int = -1
+  lane: int = -1
+  tokens: int = 0
+  ready_s: float = -1.0
