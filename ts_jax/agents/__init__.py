@@ -1,0 +1,1 @@
+"""Agents: the loop that turns an engine's tokens into trajectories, and the sandbox their commands run in."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -161,7 +162,8 @@ class Backend:
       lines.append(f'{make}; ro {q(path)} {q(path)}')
     for name in _DEVICES:
       lines.append(f': > "$R"/dev/{name}; mount --bind /dev/{name} "$R"/dev/{name}')
-    lines.append('ln -s /proc/self/fd "$R"/dev/fd; ln -s fd/0 "$R"/dev/stdin; ln -s fd/1 "$R"/dev/stdout; ln -s fd/2 "$R"/dev/stderr')
+    lines += ['ln -s /proc/self/fd "$R"/dev/fd', 'ln -s fd/0 "$R"/dev/stdin', 'ln -s fd/1 "$R"/dev/stdout',
+              'ln -s fd/2 "$R"/dev/stderr']
     for path in ('/tmp', '/dev/shm', HOME_DIR):
       lines.append(f'mkdir -p "$R"{path}; mount -t tmpfs -o mode=1777,size={limits.tmp_bytes},nosuid,nodev tmpfs "$R"{path}')
     for bind in binds:
@@ -170,7 +172,7 @@ class Backend:
               f'mkdir -p "$R"{q(os.path.dirname(bind.inside))}; : > "$R"{inside}')
       lines.append(f'{make}; ' + (f'mount --rbind {q(bind.host)} "$R"{inside}' if bind.writable else f'ro {q(bind.host)} {inside}'))
     # pivot_root onto itself stacks the old root under the new one; the lazy unmount then drops it.
-    lines += ['mount -t proc -o nosuid,nodev,noexec proc "$R"/proc', 'mount -o remount,ro "$R"', 'cd "$R"',
+    lines += ['mount -t proc -o nosuid,nodev,noexec proc "$R"/proc', 'mount -o remount,bind,ro "$R"', 'cd "$R"',
               f'PATH={_OUTER_PATH} pivot_root . .',               'umount -l .', f'cd {q(WORK_DIR)}',
               'exec "$@"']
     namespaces = ['--mount', '--pid', '--fork', '--kill-child', '--net', '--ipc', '--uts']
@@ -218,9 +220,9 @@ def _parents(path: str) -> list[str]:
 
 def _on_host(argument: str, binds: Sequence[Bind]) -> str:
   """Without a mount namespace a path inside is written as the path on the host."""
-  for bind in sorted(binds, key=lambda b: -len(b.inside)):
-    argument = argument.replace(bind.inside, bind.host)
-  return argument
+  hosts = {b.inside: b.host for b in binds}
+  names = '|'.join(re.escape(i) for i in sorted(hosts, key=len, reverse=True))
+  return re.sub(rf'(?<![\w./-])({names})(?![\w.-])', lambda hit: hosts[hit.group(1)], argument)
 
 
 def private_user(counter: int) -> int:

@@ -20,7 +20,7 @@ from ts_jax.agents import shell as shell_lib
 
 SandboxLimits = backends.SandboxLimits
 _ROOT_PREFIX = 'ts_jax-sandbox-'
-_SUBMIT = '#!/bin/sh\n: 2>/dev/null > {flag}/submitted\nexit 0\n'
+_SUBMIT = '#!/bin/sh\n: 2>/dev/null > "${AGENT_FLAGS:-%s}/submitted"\nexit 0\n'
 
 
 class Workspace:
@@ -73,7 +73,7 @@ class Sandbox:
       (self._root / 'tools').mkdir()
       (self._root / 'mount').mkdir()
       submit = self._root / 'tools' / 'submit'
-      submit.write_text(_SUBMIT.format(flag=backends.FLAG_DIR))
+      submit.write_text(_SUBMIT % backends.FLAG_DIR)
       submit.chmod(0o755)
       (self._root / 'tools').chmod(0o755)
       self._group = self._root / 'group'
@@ -124,8 +124,8 @@ class Sandbox:
       InfrastructureError: the sandbox program has disappeared.
     """
     argv = self._argv(['bash', '--noprofile', '--norc'], workspace.workdir, workspace.user_id, {}, workspace.flags)
-    return shell_lib.Shell(argv, self._env(env), output_bytes=self.limits.output_bytes, submit_flag=workspace.submit_flag,
-                           kill_group=self.backend.tool == 'none')
+    return shell_lib.Shell(argv, self._env(env, workspace.flags), output_bytes=self.limits.output_bytes,
+                           submit_flag=workspace.submit_flag, kill_group=self.backend.tool == 'none')
 
   async def run_once(self, argv: Sequence[str], workdir: str | os.PathLike, ro_binds: Mapping[str, str] | None = None,
                      timeout_s: float = 60.0, env: Mapping[str, str] | None = None) -> shell_lib.CommandResult:
@@ -184,10 +184,11 @@ class Sandbox:
   def __exit__(self, *exc) -> None:
     self.close()
 
-  def _env(self, extra: Mapping[str, str] | None) -> dict[str, str]:
+  def _env(self, extra: Mapping[str, str] | None, flags: pathlib.Path | None = None) -> dict[str, str]:
     env = backends.inner_environment(extra)
     if self.backend.tool == 'none':
       env['PATH'] = env['PATH'].replace(backends.TOOL_DIR, str(self._root / 'tools'))
+      env['AGENT_FLAGS'] = str(flags)
     return env
 
   def _argv(self, command, workdir, user_id, ro_binds, flags) -> list[str]:

@@ -1,7 +1,7 @@
 """One persistent bash per attempt, spoken to through pipes and never blocking the event loop.
 
-Each command is sent as `eval '<quoted command>' </dev/null` followed by a random end marker with the exit code, so that
-neither an unbalanced quote, nor an open heredoc, nor a program that reads its input can swallow what comes next.
+Each command is parsed, then sent as `eval '<quoted command>' </dev/null`, followed by a random end marker with the exit
+code, so that neither an unbalanced quote, nor an open heredoc, nor a program that reads its input can swallow what comes next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Callable, Sequence
 
 from ts_jax import types
 
-_READ_BYTES = 1 << 16
+_READ_BYTES = 1 << 18
 _START_DEADLINE_S = 20.0
 _KILL_DEADLINE_S = 5.0
 # Once a command has printed more than is kept, reading slows down so that a flood does not take a core from the engine.
@@ -119,15 +119,11 @@ async def spawn(argv: Sequence[str], env: dict[str, str], stdin: int) -> asyncio
 
 async def drain(process: asyncio.subprocess.Process, buffer: OutputBuffer) -> None:
   """Reads until the process has ended and its output is complete."""
-  ended = asyncio.ensure_future(process.wait())
-  try:
-    while data := await process.stdout.read(_READ_BYTES):
-      buffer.feed(data)
-      if buffer.dropped:
-        await asyncio.sleep(_FLOOD_PAUSE_S)
-    await ended
-  finally:
-    ended.cancel()
+  while data := await process.stdout.read(_READ_BYTES):
+    buffer.feed(data)
+    if buffer.dropped and process.returncode is None:
+      await asyncio.sleep(_FLOOD_PAUSE_S)
+  await process.wait()
 
 
 def kill_tree(process: asyncio.subprocess.Process) -> None:
@@ -164,20 +160,20 @@ async def end_tree(process: asyncio.subprocess.Process, group: bool = False) -> 
     process: the sandbox program.
     group: also signal its process group (no process-id namespace holds the children).
   """
-  if group:
-    _signal(os.killpg, process.pid)
   if process.returncode is None:
-    kill_tree(process)
+    if group:
+      _signal(os.killpg, process.pid)
+      process._transport.close()  # children that left the group may hold the pipe open for ever
+    else:
+      kill_tree(process)
     try:
-      await asyncio.wait_for(process.wait(), _KILL_DEADLINE_S)
+      # The event loop reports the end only after the end of the output: what is left of a flood must be read.
+      await asyncio.wait_for(drain(process, OutputBuffer(2)), _KILL_DEADLINE_S)
     except asyncio.TimeoutError:
       _signal(os.killpg, process.pid)
+      process._transport.close()
       await process.wait()
-  if process.stdin is not None:
-    process.stdin.close()
-  transport = getattr(process, '_transport', None)
-  if transport is not None:
-    transport.close()  # a descriptor held by an unkillable child must not keep the pipe open
+  process._transport.close()
 
 
 class Shell:
@@ -245,7 +241,9 @@ class Shell:
     buffer = OutputBuffer(self._output_bytes)
     # A NUL cannot be part of a bash command line; the quoted text is always one complete word.
     quoted = shlex.quote(command.replace('\0', ''))
-    line = f'builtin eval {quoted} </dev/null >&{_RESULT_FD} 2>&1 {_RESULT_FD}>&-\n'
+    # Parsed by a bash of its own first: some malformed commands corrupt the memory of a bash that evaluates them.
+    to_result = f'>&{_RESULT_FD} 2>&1 {_RESULT_FD}>&-'
+    line = f'/bin/bash -O extglob -n <<<{quoted} {to_result} && builtin eval {quoted} </dev/null {to_result}\n'
     timed_out, code = False, None
     try:
       async with asyncio.timeout(timeout_s):
@@ -266,7 +264,11 @@ class Shell:
   def kill(self) -> None:
     """Signals the process tree and returns at once; `close` must follow."""
     self._closed = True
-    if self._process is not None:
+    if self._process is None:
+      return
+    if self._kill_group:
+      _signal(os.killpg, self._process.pid)
+    else:
       kill_tree(self._process)
 
   async def close(self) -> None:

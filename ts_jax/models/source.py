@@ -138,10 +138,11 @@ def _sha256(path: Path) -> str:
 
 
 def _from_hub(name: str) -> Path:
+  import httpx
   import huggingface_hub  # slow to import, and needed by few
   from huggingface_hub import errors
   try:
     return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES)))
-  except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError, ValueError) as e:
+  except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, httpx.HTTPError, OSError, ValueError) as e:
     raise types.ConfigError(f'model {name!r} is no local folder and could not be fetched from the hub: {str(e).splitlines()[0]}'
                             f'.  {_CHOICES}') from e

@@ -76,7 +76,7 @@ class Tokenizer:
     return cls(folder, read_json(folder / 'tokenizer.json'), settings, stop_ids, template)
 
   def encode(self, text: str, allow_special: bool) -> tuple[int, ...]:
-    """Encodes text, adding nothing to it.
+    """Encodes text, adding nothing to it.  Bytes that the vocabulary has no token for are lost, as everywhere else.
 
     Args:
       text: any text (no lone surrogates).

@@ -269,7 +269,7 @@ def _to_file_layout(leaves: Mapping[str, np.ndarray], slot: _Slot, dtype) -> np.
 
 
 def _transpose_into(target: np.ndarray, source: np.ndarray) -> None:
-  """target[...] = source.T, in strips that stay in the cache: 1.5 to 6 times as fast."""
+  """target[...] = source.T, in strips that stay in the cache (a sixth off the time of a save)."""
   for i in range(0, source.shape[0], 64):
     target[:, i:i + 64] = source[i:i + 64].T
 

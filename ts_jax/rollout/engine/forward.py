@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ts_jax.kernels import logprob
 from ts_jax.models import llama
 from ts_jax.models.config import ModelConfig
 from ts_jax.rollout.engine import sampling
@@ -75,12 +76,11 @@ def _decode_layers(config: ModelConfig, layers: tuple, x: Array, caches: list[La
       if rows != count:  # attention runs over the cache where it lies: gathering rows of it would copy it
         query = jnp.zeros((count, *query.shape[1:]), query.dtype).at[slots].set(query, **in_bounds)
         limits = jnp.zeros(count, jnp.int32).at[slots].set(positions, **in_bounds)
-      else:
-        query, limits = query[jnp.argsort(slots)], limits[jnp.argsort(slots)]
       scores = jnp.einsum('shgd,shdc->shgc', query, keys)
       visible = jnp.arange(capacity)[None] <= limits[:, None]
       weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, _MASKED), axis=-1)
-      context = jnp.einsum('shgc,shcd->shgd', weights, values)[slots]
+      context = jnp.einsum('shgc,shcd->shgd', weights, values)
+      context = context[slots] if rows != count else context
       return context.reshape(rows, 1, config.heads, config.head_dim), (keys, values)
 
     x, cache = block.apply({'params': params}, x, rope, attend)
@@ -130,9 +130,10 @@ def _sample(config: ModelConfig, final_norm, head: Array, x: Array, draw: sampli
   return sampling.sample(head @ hidden.T, draw)  # [V, R]: reductions over the vocabulary vectorise across rows
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _normalise(config: ModelConfig, final_norm, x: Array) -> Array:
-  return llama.final_norm(config, {'final_norm': final_norm}, x[0])
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _score(config: ModelConfig, final_norm, head: Array, x: Array, targets: Array, temperature: float) -> Array:
+  hidden = llama.final_norm(config, {'final_norm': final_norm}, x[0])
+  return logprob.token_log_probs(hidden, head, targets, temperature)
 
 
 class Forward:
@@ -152,7 +153,7 @@ class Forward:
       weights: the policy.
       caches: donated; the list's entries are replaced.
       tokens: [R] last token of each row, not yet in the cache.
-      slots: [R] distinct slot indices.
+      slots: [R] distinct slot indices, ascending.
       positions: [R] position of `tokens`.
       draw: [R] sampling inputs.
 
@@ -183,6 +184,6 @@ class Forward:
       x, caches[a:b] = _prefill_layers(self._config, weights.layers[a:b], x, caches[a:b], np.int32(slot), np.int32(start))
     return x
 
-  def hidden(self, weights: Weights, x: Array) -> Array:
-    """Normalised hidden states [T, D] of a prefill result."""
-    return _normalise(self._config, weights.final_norm, x)
+  def score(self, weights: Weights, x: Array, targets: np.ndarray, temperature: float) -> np.ndarray:
+    """Log-probabilities [T] float32 of `targets` [T], each given the prefix that ends in its row of `x` [1, T, D]."""
+    return np.asarray(_score(self._config, weights.final_norm, weights.head, x, targets, temperature))

@@ -1,0 +1,72 @@
+"""Independent references: full sequences, no prefix sharing, no padding, no accumulators, plain autodiff.
+
+Written from the equations with its own forward pass, sharing no code with ts_jax/streaming, ts_jax/kernels or
+ts_jax/models/llama.py beyond the parameter names.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def logits(config, params, tokens):
+  """Logits [T, V] of one sequence [T], layer by layer."""
+  dtype = params['embed']['embedding'].dtype
+  length = len(tokens)
+  half = config.head_dim // 2
+  frequencies = 1.0 / config.rope_base ** (np.arange(half) * 2.0 / config.head_dim)
+  angles = np.outer(np.arange(length), frequencies)
+  cos, sin = jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
+  mask = np.tril(np.ones((length, length), bool))
+
+  def norm(x, scale):
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + config.rms_eps) * scale
+
+  def turn(x):  # [T, heads, head_dim]
+    a, b = x[..., :half], x[..., half:]
+    c, s = cos[:, None], sin[:, None]
+    return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1)
+
+  x = params['embed']['embedding'][jnp.asarray(tokens)]
+  for i in range(config.layers):
+    p = jax.tree.map(lambda w: w[i], params['layers'])
+    y = norm(x, p['attn_norm']['scale'])
+    q = turn((y @ p['q']['kernel']).reshape(length, config.heads, config.head_dim))
+    k = turn((y @ p['k']['kernel']).reshape(length, config.kv_heads, config.head_dim))
+    v = (y @ p['v']['kernel']).reshape(length, config.kv_heads, config.head_dim)
+    k, v = (jnp.repeat(t, config.heads // config.kv_heads, axis=1) for t in (k, v))
+    scores = jnp.einsum('thd,shd->hts', q, k) / np.sqrt(config.head_dim)
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
+    x = x + jnp.einsum('hts,shd->thd', weights, v).reshape(length, -1) @ p['o']['kernel']
+    y = norm(x, p['mlp_norm']['scale'])
+    gate = y @ p['gate']['kernel']
+    x = x + (gate * jax.nn.sigmoid(gate) * (y @ p['up']['kernel'])) @ p['down']['kernel']
+  x = norm(x, params['final_norm']['scale'])
+  return x @ (params['head']['kernel'] if 'head' in params else params['embed']['embedding'].T)
+
+
+def grpo_objective(config, params, batch, epsilon=1e-6):
+  """The scalar whose gradient is the batch direction: mean over trajectories of A_i / L_i sum_t log pi."""
+  total = 0.0
+  for group in batch.groups:
+    rewards = np.array([t.reward for t in group.trajectories], np.float64)
+    if np.ptp(rewards) == 0:
+      continue
+    advantages = (rewards - rewards.mean()) / (np.sqrt(np.mean((rewards - rewards.mean()) ** 2)) + epsilon)
+    for trajectory, advantage in zip(group.trajectories, advantages):
+      tokens = np.array(trajectory.prompt_ids + trajectory.completion_ids)
+      mask = np.array((False,) * len(trajectory.prompt_ids) + trajectory.completion_mask)
+      if not mask.any():
+        continue
+      table = jax.nn.log_softmax(logits(config, params, tokens[:-1]), axis=-1)
+      at = np.flatnonzero(mask)
+      log_probs = table[at - 1, tokens[at]]
+      total += advantage / len(rewards) / len(batch.groups) / len(at) * jnp.sum(log_probs)
+  return total
+
+
+def grpo_direction(config, params, batch, epsilon=1e-6):
+  """Ascent direction of the batch by plain autodiff over full sequences."""
+  return jax.grad(lambda p: grpo_objective(config, p, batch, epsilon))(params)

@@ -1,0 +1,327 @@
+"""One trajectory: ask the engine, run the command, append what is new, until a limit or the agent ends it.
+
+How a trajectory ends.  Every reason here leaves content that is verified for a reward and whose sampled tokens are
+scored; none is retried.  Conditions are tested after each turn, in this order, and the first that holds is recorded:
+
+| terminal reason    | holds when                                                                                       |
+|--------------------|--------------------------------------------------------------------------------------------------|
+| `done`             | the turn's command ran `submit` (also when a limit was reached with it)                          |
+| `tool_timeout`     | the command outlived `tool_timeout_s`; its process tree and the shell have been ended            |
+| `context_overflow` | prompt, turns and the pending observation leave no token of `max_context_tokens` for a reply;    |
+|                    | that observation is not appended, and earlier turns are never removed                            |
+| `max_tokens`       | `max_trajectory_tokens` have been sampled                                                        |
+| `parse_error`      | `max_turns` turns have been taken and the last held no readable action                           |
+| `max_turns`        | `max_turns` turns have been taken                                                                |
+
+A reply cut by a token limit is parsed like any other (its block must be closed) and its command is run, also when no
+further turn follows: the verifier sees the state after the last action.  An unreadable reply consumes its turn and is
+answered by a fixed observation.
+
+`infrastructure`: an engine, environment or verifier failure is never a trajectory.  The attempt is made again with the same
+seeds on a fresh environment; once the content is fixed, the recorded actions are replayed on a fresh environment and only
+the verification is repeated.  When the retries are used up the error is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from typing import Any, Awaitable, Callable, Protocol
+
+from ts_jax import types
+from ts_jax.agents import environment as environment_lib
+from ts_jax.agents import limits as limits_lib
+from ts_jax.agents import observation
+from ts_jax.agents import parser
+from ts_jax.agents import shell as shell_lib
+from ts_jax.rollout import protocol
+
+_STEP_MARGIN_S = 30.0  # for ending a process tree after its timeout
+_BACKOFF_S = 0.25
+_log = logging.getLogger(__name__)
+
+EnvironmentFactory = Callable[[Any], environment_lib.Environment]
+EmitEvent = Callable[[types.RolloutEvent], None]
+EmitSpan = Callable[[types.Span], None]
+
+
+class Engine(Protocol):
+  """What the loop needs of an engine client."""
+
+  async def generate(self, request: protocol.GenerateRequest) -> types.SampledTokens:
+    """Samples one reply, within its own deadline and retries."""
+
+
+class Verdict(Protocol):
+  """What a verifier returns: `reward` and `tests_passed` ("name=1" strings)."""
+
+  reward: float
+  tests_passed: tuple[str, ...]
+
+
+Verifier = Callable[[Any, Any], Awaitable[Verdict]]  # (task, work folder) -> verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadlines:
+  """Seconds each phase of an environment may take before the attempt counts as an infrastructure failure."""
+
+  reset_s: float = 150.0
+  verify_s: float = 600.0
+  close_s: float = 15.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+  """One trajectory to sample.  `task` has a `task_id`; the rest is as in `types.Trajectory`."""
+
+  update: int
+  group: int
+  index: int
+  task: Any
+  prompt_ids: tuple[int, ...]
+  policy_version: int
+  run_seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentSetup:
+  """What all trajectories of a run share.
+
+  Attributes:
+    environment_factory: task -> a fresh environment, not yet reset.
+    template: ts_jax.models.chat.ChatTemplate (or an equal).
+    verifier: called with (task, work folder) after the agent's processes have ended.
+    limits: Table 6.
+    deadlines: of the environment and the verifier.
+    retries: further attempts after an infrastructure failure.
+  """
+
+  environment_factory: EnvironmentFactory
+  template: Any
+  verifier: Verifier
+  limits: limits_lib.Limits = limits_lib.Limits()
+  deadlines: Deadlines = Deadlines()
+  retries: int = 2
+
+
+async def run_trajectory(assignment: Assignment, setup: AgentSetup, engine: Engine, *, emit_event: EmitEvent,
+                         emit_span: EmitSpan, on_content: Callable[[], None] = lambda: None,
+                         verify_slots: asyncio.Semaphore | None = None) -> types.Trajectory:
+  """Samples one trajectory and has it verified.
+
+  Emits `TurnFinished` per turn (again, with the same turn, when an attempt is repeated), `ContentFixed` once, before the
+  verification, and `RewardFixed` once, after it; spans 'engine', 'tool' and 'verify'.
+
+  Args:
+    assignment: what to sample.
+    setup: how.
+    engine: the client.
+    emit_event: called in order; must not block.
+    emit_span: called when an interval has ended; must not block.
+    on_content: called once, when the engine is no longer needed.
+    verify_slots: bounds how many verifications run at once.
+
+  Returns:
+    The trajectory with its reward.
+
+  Raises:
+    InfrastructureError: engine, environment or verifier failed at every attempt.
+    PolicyVersionError: the engine kept answering with another policy version.
+    ConfigError: the task itself is at fault.
+  """
+  who = f'trajectory {(assignment.update, assignment.group, assignment.index)} of task {assignment.task.task_id}'
+  environment: environment_lib.Environment | None = None
+  try:
+    for attempt in range(setup.retries + 1):
+      environment = setup.environment_factory(assignment.task)
+      try:
+        trajectory = await _sample(assignment, setup, engine, environment, attempt, emit_event, emit_span)
+        break
+      except (types.InfrastructureError, types.PolicyVersionError) as e:
+        await _close(environment, setup.deadlines)
+        await _before_retry(e, attempt, setup.retries, who)
+    emit_event(types.ContentFixed(trajectory))
+    on_content()
+
+    for attempt in range(setup.retries + 1):
+      try:
+        if attempt:
+          environment = setup.environment_factory(assignment.task)
+          await _replay(trajectory, setup, environment)
+        async with verify_slots or _NoLimit():
+          trajectory = await _verify(assignment, trajectory, setup, environment, emit_span)
+        break
+      except types.InfrastructureError as e:
+        await _close(environment, setup.deadlines)
+        await _before_retry(e, attempt, setup.retries, f'the verification of {who}')
+    emit_event(types.RewardFixed(trajectory))
+    return trajectory
+  finally:
+    if environment is not None:
+      await _close(environment, setup.deadlines)
+
+
+async def _sample(assignment: Assignment, setup: AgentSetup, engine: Engine, environment: environment_lib.Environment,
+                  attempt: int, emit_event: EmitEvent, emit_span: EmitSpan) -> types.Trajectory:
+  """Runs turns until a terminal reason; the agent's processes have ended when it returns."""
+  limits, template, a = setup.limits, setup.template, assignment
+  start_s = time.time()
+  await _guard('environment reset', setup.deadlines.reset_s, environment.reset())
+  turns: list[types.Turn] = []
+  context, pending, generated, reason = list(a.prompt_ids), (), 0, None
+  while reason is None:
+    index = len(turns)
+    context += pending
+    request = protocol.GenerateRequest(
+        token_ids=tuple(context), max_tokens=limits.reply_tokens(generated, len(context)), temperature=limits.temperature,
+        seed=protocol.sampling_seed(a.run_seed, a.update, a.task.task_id, a.index, index), stop_token_ids=template.stop_ids,
+        expected_version=a.policy_version, request_id=f'{a.update}-{a.group}-{a.index}-{index}-{attempt}')
+    request_start_s = time.time()
+    sampled = await engine.generate(request)
+    request_end_s = time.time()
+    _check_reply(sampled, request)
+    emit_span(types.Span('engine', request_start_s, request_end_s, a.update, a.group, a.index, index,
+                         tokens=len(sampled.token_ids)))
+    context += sampled.token_ids
+    generated += len(sampled.token_ids)
+
+    action, result, text = None, None, parser.PARSE_ERROR_OBSERVATION
+    parsed = parser.parse_action(_reply_text(sampled, template), sampled.finish_reason is types.FinishReason.STOP)
+    tool_start_s = tool_end_s = time.time()
+    if not isinstance(parsed, parser.ParseError):
+      action = parsed
+      result = await _guard('environment step', limits.tool_timeout_s + _STEP_MARGIN_S,
+                            environment.step(action, limits.tool_timeout_s))
+      tool_end_s = time.time()
+      emit_span(types.Span('tool', tool_start_s, tool_end_s, a.update, a.group, a.index, index))
+      text = observe(result, setup)
+    turn = types.Turn(index=index, context_ids=tuple(pending), sampled=sampled, scored_mask=(True,) * len(sampled.token_ids),
+                      action=action, observation=text, request_start_s=request_start_s, request_end_s=request_end_s,
+                      tool_start_s=tool_start_s, tool_end_s=tool_end_s)
+    turns.append(turn)
+    emit_event(types.TurnFinished(a.update, a.group, a.index, turn))
+    ended_turn = bool(sampled.token_ids) and sampled.token_ids[-1] == template.end_of_turn_id
+    pending = tuple(template.observation(text, previous_finished=ended_turn))
+    reason = terminal_reason(limits, turns=len(turns), generated=generated, context=len(context) + len(pending), result=result)
+  await _guard('environment freeze', setup.deadlines.close_s, environment.freeze())
+  return types.Trajectory(update=a.update, group=a.group, index=a.index, task_id=a.task.task_id, policy_version=a.policy_version,
+                          prompt_ids=tuple(a.prompt_ids), turns=tuple(turns), terminal_reason=reason, start_s=start_s,
+                          content_s=time.time())
+
+
+def terminal_reason(limits: limits_lib.Limits, *, turns: int, generated: int, context: int,
+                    result: shell_lib.CommandResult | None) -> types.TerminalReason | None:
+  """Decides after a turn whether, and why, the trajectory ends.  The module's table, in order.
+
+  Args:
+    limits: the ceilings.
+    turns: turns taken.
+    generated: tokens sampled in the trajectory.
+    context: tokens before the next reply, the pending observation included.
+    result: of the turn's command; None when the reply could not be parsed.
+
+  Returns:
+    The reason, or None to go on.
+  """
+  if result is not None and result.submitted:
+    return types.TerminalReason.DONE
+  if result is not None and result.timed_out:
+    return types.TerminalReason.TOOL_TIMEOUT
+  if context >= limits.max_context_tokens:
+    return types.TerminalReason.CONTEXT_OVERFLOW
+  if generated >= limits.max_trajectory_tokens:
+    return types.TerminalReason.MAX_TOKENS
+  if turns >= limits.max_turns:
+    return types.TerminalReason.PARSE_ERROR if result is None else types.TerminalReason.MAX_TURNS
+  return None
+
+
+def observe(result: shell_lib.CommandResult, setup: AgentSetup) -> str:
+  """Returns the observation text of a command, within the token limit."""
+  output = observation.truncate(result.output.rstrip('\n'), setup.limits.max_observation_tokens,
+                                lambda text: setup.template.tokenizer.encode(text, allow_special=False))
+  return observation.format_result(output, result.exit_code)
+
+
+def _check_reply(sampled: types.SampledTokens, request: protocol.GenerateRequest) -> None:
+  if sampled.finish_reason is types.FinishReason.ABORT:
+    raise types.InfrastructureError(f'the engine gave request {request.request_id} up after {len(sampled.token_ids)} tokens')
+  if len(sampled.token_ids) > request.max_tokens:
+    raise types.InfrastructureError(f'the engine returned {len(sampled.token_ids)} tokens for request {request.request_id} of at '
+                                    f'most {request.max_tokens}')
+  if (sampled.version_start, sampled.version_end) != (request.expected_version,) * 2:
+    raise types.PolicyVersionError(
+        f'request {request.request_id} was answered by policy versions {sampled.version_start}..{sampled.version_end} where '
+        f'{request.expected_version} is being trained: publish that version to the engine before sampling')
+
+
+def _reply_text(sampled: types.SampledTokens, template: Any) -> str:
+  ids = sampled.token_ids
+  if ids and ids[-1] in template.stop_ids:
+    ids = ids[:-1]
+  return template.tokenizer.decode(ids)
+
+
+async def _verify(assignment, trajectory, setup, environment, emit_span) -> types.Trajectory:
+  start_s = time.time()
+  workdir = await _guard('environment freeze', setup.deadlines.close_s, environment.freeze())
+  verdict = await _guard('verifier', setup.deadlines.verify_s, setup.verifier(assignment.task, workdir))
+  end_s = time.time()
+  emit_span(types.Span('verify', start_s, end_s, assignment.update, assignment.group, assignment.index,
+                       ready_s=trajectory.content_s))
+  return dataclasses.replace(trajectory, reward=float(verdict.reward), tests_passed=tuple(verdict.tests_passed), reward_s=end_s)
+
+
+async def _replay(trajectory: types.Trajectory, setup: AgentSetup, environment: environment_lib.Environment) -> None:
+  """Brings a fresh environment to the trajectory's final state."""
+  await _guard('environment reset', setup.deadlines.reset_s, environment.reset())
+  for turn in trajectory.turns:
+    if turn.action is not None:
+      await _guard('environment step', setup.limits.tool_timeout_s + _STEP_MARGIN_S,
+                   environment.step(turn.action, setup.limits.tool_timeout_s))
+
+
+async def _guard(what: str, deadline_s: float, work: Awaitable):
+  """Awaits outside code: whatever it raises, or a missed deadline, is an infrastructure failure unless it is ours."""
+  try:
+    async with asyncio.timeout(deadline_s):
+      return await work
+  except types.TsJaxError:
+    raise
+  except TimeoutError as e:
+    raise types.InfrastructureError(f'{what} gave no answer within {deadline_s:g} s') from e
+  except Exception as e:  # any error of an environment or verifier: named, retried, and raised in the end
+    raise types.InfrastructureError(f'{what} failed: {type(e).__name__}: {e}') from e
+
+
+async def _close(environment: environment_lib.Environment, deadlines: Deadlines) -> None:
+  """Closes within the deadline, also while being cancelled; a failure is logged, since the attempt's outcome stands."""
+  closing = asyncio.ensure_future(_guard('environment close', deadlines.close_s, environment.close()))
+  try:
+    await asyncio.shield(closing)
+  except asyncio.CancelledError:
+    await asyncio.wait([closing])
+    raise
+  except types.TsJaxError as e:
+    _log.warning('%s', e)
+
+
+async def _before_retry(error: types.TsJaxError, attempt: int, retries: int, who: str) -> None:
+  """Waits before the next attempt; re-raises when there is none."""
+  if attempt >= retries:
+    raise type(error)(f'{who} failed {attempt + 1} times, last: {error}') from error
+  _log.warning('%s failed (attempt %d of %d), trying again with the same seeds: %s', who, attempt + 1, retries + 1, error)
+  await asyncio.sleep(_BACKOFF_S * 2**attempt)
+
+
+class _NoLimit:
+  """An async context that always admits."""
+
+  async def __aenter__(self):
+    return None
+
+  async def __aexit__(self, *exc):
+    return None

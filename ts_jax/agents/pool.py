@@ -1,0 +1,197 @@
+"""Many trajectories at once, on an event loop in a thread of its own, so that the learner keeps the main thread."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+import logging
+import threading
+import traceback
+from typing import Any, Callable, Sequence
+
+from ts_jax import types
+from ts_jax.agents import loop as loop_lib
+
+_CLOSE_DEADLINE_S = 60.0
+_log = logging.getLogger(__name__)
+
+Groups = Sequence[tuple[types.GroupPlan, Any]]
+
+
+class AgentPool:
+  """Runs the trajectories of updates under a concurrency limit.
+
+  Trajectories start group by group.  One keeps its slot until its content is fixed; its verification then runs under a
+  limit of its own.  The first error that retries do not cure ends its update: the remaining trajectories are cancelled and
+  one `RolloutFailed` is emitted.  Use as a context manager: leaving it, also by Ctrl-C, ends every environment.
+  """
+
+  def __init__(self, setup: loop_lib.AgentSetup, engine_factories: Sequence[Callable[[], Any]], *, run_seed: int,
+               concurrency: int, emit_event: loop_lib.EmitEvent, emit_span: loop_lib.EmitSpan,
+               verify_concurrency: int | None = None):
+    """Call `start` before `submit_update`.
+
+    Args:
+      setup: shared by all trajectories.
+      engine_factories: one per replica, called inside the pool's thread (clients belong to an event loop); each returns a
+        client, or an awaitable of one.  A group stays with one replica, for its prefix cache.  `aclose` or `close` of a
+        client is called at the end.
+      run_seed: root of the sampling seeds.
+      concurrency: trajectories that sample at once.
+      emit_event: receives rollout events, in the pool's thread; must not block (a queue's `put_nowait`).
+      emit_span: receives spans, likewise.
+      verify_concurrency: verifications at once; default `concurrency`.
+
+    Raises:
+      ConfigError: a limit is not positive, or there is no engine.
+    """
+    verify_concurrency = concurrency if verify_concurrency is None else verify_concurrency
+    if concurrency < 1 or verify_concurrency < 1:
+      raise types.ConfigError(f'concurrency={concurrency} and verify_concurrency={verify_concurrency} must be at least 1')
+    if not engine_factories:
+      raise types.ConfigError('the agent pool has no engine: name at least one')
+    self._setup, self._factories, self._run_seed = setup, list(engine_factories), run_seed
+    self._limits = (concurrency, verify_concurrency)
+    self._emit_event, self._emit_span = emit_event, emit_span
+    self._thread = threading.Thread(target=self._run, name='agent-pool', daemon=True)
+    self._ready = threading.Event()
+    self._loop: asyncio.AbstractEventLoop | None = None
+    self._failure: BaseException | None = None
+
+  def start(self) -> 'AgentPool':
+    """Starts the thread and its clients.
+
+    Raises:
+      InfrastructureError: a client could not be made.
+    """
+    self._thread.start()
+    self._ready.wait()
+    if self._failure is not None:
+      raise types.InfrastructureError(f'the agent pool did not start: {self._failure}') from self._failure
+    return self
+
+  def submit_update(self, update: int, policy_version: int, groups: Groups) -> concurrent.futures.Future:
+    """Registers the trajectories of an update; they start as slots come free.  Returns at once, from any thread.
+
+    Args:
+      update: logical update k.
+      policy_version: version every reply must state.
+      groups: (plan, task) in the order they should start.
+
+    Returns:
+      A future of all trajectories with rewards, by group then index; it fails with the error that ended the update.
+
+    Raises:
+      ConfigError: a task appears twice (its trajectories would share their sampling seeds) or does not fit its plan.
+      InfrastructureError: the pool is not running.
+    """
+    ids = [plan.task_id for plan, _ in groups]
+    if len(set(ids)) != len(ids):
+      raise types.ConfigError(f'update {update} samples task {next(i for i in ids if ids.count(i) > 1)} in two groups: their '
+                              'trajectories would have equal seeds. Make one larger group')
+    for plan, task in groups:
+      if plan.task_id != task.task_id:
+        raise types.ConfigError(f'group {plan.index} is planned for task {plan.task_id} but was given {task.task_id}')
+    if self._loop is None or not self._thread.is_alive():
+      raise types.InfrastructureError('the agent pool is not running: call start(), and submit nothing after close()')
+    return asyncio.run_coroutine_threadsafe(self._run_update(update, policy_version, list(groups)), self._loop)
+
+  def close(self) -> None:
+    """Cancels what runs, ends its environments and the thread.  Idempotent.
+
+    Raises:
+      InfrastructureError: the thread did not end in time.
+    """
+    if self._loop is None or not self._thread.is_alive():
+      return
+    try:
+      self._loop.call_soon_threadsafe(self._stop.set)
+    except RuntimeError:
+      pass  # the loop closed by itself in this instant
+    self._thread.join(_CLOSE_DEADLINE_S)
+    if self._thread.is_alive():
+      raise types.InfrastructureError(f'the agent pool did not end within {_CLOSE_DEADLINE_S:.0f} s')
+
+  def __enter__(self) -> 'AgentPool':
+    return self if self._thread.is_alive() else self.start()
+
+  def __exit__(self, *exc) -> None:
+    self.close()
+
+  def _run(self) -> None:
+    try:
+      asyncio.run(self._main())
+    except BaseException as e:  # the thread's last stop: an error here must reach the run, not vanish with the thread
+      self._failure = e
+      if self._ready.is_set():
+        self._emit_event(types.RolloutFailed(-1, f'the agent pool ended: {_describe(e)}'))
+    finally:
+      self._ready.set()
+
+  async def _main(self) -> None:
+    self._stop = asyncio.Event()
+    self._slots, self._verify_slots = (asyncio.Semaphore(n) for n in self._limits)
+    self._updates: set[asyncio.Task] = set()
+    self._engines = []
+    try:
+      for factory in self._factories:
+        engine = factory()
+        self._engines.append(await engine if inspect.isawaitable(engine) else engine)
+      self._loop = asyncio.get_running_loop()
+      self._ready.set()
+      await self._stop.wait()
+    finally:
+      for task in self._updates:
+        task.cancel()
+      await asyncio.gather(*self._updates, return_exceptions=True)
+      for engine in self._engines:
+        close = getattr(engine, 'aclose', None) or getattr(engine, 'close', None)
+        done = close() if close is not None else None
+        if inspect.isawaitable(done):
+          await done
+
+  async def _run_update(self, update: int, policy_version: int, groups: Groups) -> tuple[types.Trajectory, ...]:
+    this = asyncio.current_task()
+    self._updates.add(this)
+    this.add_done_callback(self._updates.discard)
+    running: list[asyncio.Task] = []
+    try:
+      async with asyncio.TaskGroup() as trajectories:
+        for plan, task in groups:
+          engine = self._engines[plan.index % len(self._engines)]
+          for index in range(plan.size):
+            await self._slots.acquire()
+            release = _once(self._slots.release)
+            assignment = loop_lib.Assignment(update, plan.index, index, task, plan.prompt_ids, policy_version, self._run_seed)
+            running.append(trajectories.create_task(loop_lib.run_trajectory(
+                assignment, self._setup, engine, emit_event=self._emit_event, emit_span=self._emit_span, on_content=release,
+                verify_slots=self._verify_slots)))
+            running[-1].add_done_callback(lambda _, release=release: release())
+    except BaseExceptionGroup as failures:
+      first = _first(failures)
+      _log.error('update %d: rollout failed\n%s', update, ''.join(traceback.format_exception(first)))
+      self._emit_event(types.RolloutFailed(update, _describe(first)))
+      raise first from None
+    return tuple(t.result() for t in running)
+
+
+def _once(call: Callable[[], None]) -> Callable[[], None]:
+  calls = [call]
+  return lambda: calls.pop()() if calls else None
+
+
+def _first(group: BaseExceptionGroup) -> BaseException:
+  error: BaseException = group
+  while isinstance(error, BaseExceptionGroup):
+    error = error.exceptions[0]
+  return error
+
+
+def _describe(error: BaseException) -> str:
+  """One message for people: ours as they are, anything else with its type and place."""
+  if isinstance(error, types.TsJaxError):
+    return f'{type(error).__name__}: {error}'
+  frames = traceback.extract_tb(error.__traceback__)
+  place = f' ({frames[-1].filename}:{frames[-1].lineno})' if frames else ''
+  return f'{type(error).__name__}: {error}{place}'

@@ -1,0 +1,133 @@
+"""What client and engine say to each other: vLLM's generate route, and the parts of it that ts_jax uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from typing import Any
+
+from ts_jax import types
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateRequest:
+  """One turn to sample.
+
+  Attributes:
+    token_ids: prompt ids, at least one.
+    max_tokens: ids to sample at most, at least one.
+    temperature: of the sampled distribution; 0 is greedy.
+    seed: makes the reply a function of prompt and weights (`sampling_seed`).
+    stop_token_ids: sampling stops after one of these; it is part of the reply.
+    expected_version: the policy version every token must come from, or None to accept any.
+    request_id: appears in logs and errors.
+    ignore_eos: sample `max_tokens` whatever comes (benchmarks).
+  """
+
+  token_ids: tuple[int, ...]
+  max_tokens: int
+  temperature: float = 1.0
+  seed: int = 0
+  stop_token_ids: tuple[int, ...] = ()
+  expected_version: int | None = None
+  request_id: str = ''
+  ignore_eos: bool = False
+
+  def __post_init__(self):
+    if not self.token_ids:
+      raise ValueError(f'request {self.request_id!r} has an empty prompt')
+    if self.max_tokens < 1:
+      raise ValueError(f'request {self.request_id!r}: max_tokens={self.max_tokens} must be at least 1')
+    if not (math.isfinite(self.temperature) and self.temperature >= 0):
+      raise ValueError(f'request {self.request_id!r}: temperature={self.temperature} must be finite and not negative')
+    if not 0 <= self.seed <= MAX_SEED:
+      raise ValueError(f'request {self.request_id!r}: seed={self.seed} must be in [0, 2**63)')
+
+
+def sampling_seed(run_seed: int, update: int, task_id: str, trajectory: int, turn: int) -> int:
+  """Seed of one turn: a function of what is sampled, never of when it arrives.
+
+  Args:
+    run_seed: the run's seed.
+    update: logical update.
+    task_id: task identifier.
+    trajectory: index within the task's group.
+    turn: index within the trajectory.
+
+  Returns:
+    An integer in [0, 2**63).
+
+  >>> sampling_seed(42, 0, 'a', 0, 1) != sampling_seed(42, 0, 'a', 1, 0)
+  True
+  """
+  name = '\x1f'.join([str(run_seed), str(update), task_id, str(trajectory), str(turn)])
+  return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], 'big') & MAX_SEED
+
+
+def generate_body(request: GenerateRequest, model: str) -> dict[str, Any]:
+  """The JSON body of a generate request."""
+  return {
+      'model': model, 'request_id': request.request_id or None, 'token_ids': list(request.token_ids), 'stream': False,
+      'sampling_params': {
+          'max_tokens': request.max_tokens, 'temperature': request.temperature, 'seed': request.seed, 'logprobs': 0,
+          'stop_token_ids': list(request.stop_token_ids), 'ignore_eos': request.ignore_eos, 'detokenize': False}}
+
+
+def score_body(token_ids: tuple[int, ...], model: str, request_id: str, reuse: bool) -> dict[str, Any]:
+  """The JSON body of a scoring request: log-probs of the prompt, one sampled token that is thrown away."""
+  return {
+      'model': model, 'request_id': request_id or None, 'token_ids': list(token_ids), 'stream': False,
+      'sampling_params': {'max_tokens': 1, 'temperature': 1.0, 'seed': 0, 'prompt_logprobs': 0, 'detokenize': False,
+                          'ignore_eos': True, 'skip_reading_prefix_cache': not reuse}}
+
+
+def parse_sampled(reply: Any, where: str) -> types.SampledTokens:
+  """Reads a generate reply.
+
+  Args:
+    reply: the decoded JSON.
+    where: names the engine and request in errors.
+
+  Raises:
+    InfrastructureError: the reply lacks a part, or holds a value that cannot be right (also NaN).
+  """
+  try:
+    choice = reply['choices'][0]
+    token_ids = tuple(int(t) for t in choice['token_ids'])
+    content = (choice.get('logprobs') or {}).get('content') or []
+    log_probs = tuple(float(c['logprob']) for c in content)
+    for token, c in zip(token_ids, content):
+      if 'token_id' in c and int(c['token_id']) != token:
+        raise ValueError(f"log-prob is of token {c['token_id']} where token {token} was sampled")
+    reason = types.FinishReason(choice['finish_reason'])
+    spans = sorted((int(s['start']), int(s['end']), int(s['version'])) for s in choice.get('weight_versions') or [])
+    if token_ids and (not spans or spans[0][0] != 0 or spans[-1][1] != len(token_ids)
+                      or any(a[1] != b[0] for a, b in zip(spans, spans[1:]))):
+      raise ValueError(f'weight_versions {choice.get("weight_versions")} do not cover the {len(token_ids)} tokens')
+    if not token_ids and reason is not types.FinishReason.ABORT:
+      raise ValueError(f'finished ({reason.value}) without a token')
+    first, last = (spans[0][2], spans[-1][2]) if spans else (0, 0)
+    return types.SampledTokens(token_ids, log_probs, first, last, reason)
+  except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
+    raise types.InfrastructureError(f'{where}: the reply is not a generate reply ({type(e).__name__}: {e}): is another server '
+                                    f'or version behind this URL?  It began {str(reply)[:200]!r}') from e
+
+
+def parse_prompt_log_probs(reply: Any, token_ids: tuple[int, ...], where: str) -> tuple[list[float | None], int]:
+  """Reads a scoring reply: (log-prob of each prompt token or None, cached tokens).
+
+  Raises:
+    InfrastructureError: malformed.
+  """
+  try:
+    values: list[float | None] = []
+    for token, entry in zip(token_ids, reply['prompt_logprobs'], strict=True):
+      entry = entry[str(token)]['logprob'] if isinstance(entry, dict) else entry
+      values.append(None if entry is None else float(entry))
+    cached = ((reply.get('usage') or {}).get('prompt_tokens_details') or {}).get('cached_tokens') or 0
+    return values, int(cached)
+  except (KeyError, TypeError, ValueError, AttributeError) as e:
+    raise types.InfrastructureError(f'{where}: the reply holds no prompt log-probs ({type(e).__name__}: {e}): {str(reply)[:200]!r}') from e

@@ -1,0 +1,155 @@
+"""One logical update: feeds rollout events to the scheduler, runs the lane, and hands the batch to the barrier."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import time
+from typing import Callable, Iterable, Protocol, Sequence
+
+from ts_jax import types
+from ts_jax.kernels import fold
+from ts_jax.streaming import lane as lane_lib
+from ts_jax.streaming import scheduler, sources
+
+
+class EventStream(Protocol):
+  """Where rollout events come from: a `queue.Queue`, or anything that waits like one."""
+
+  def get(self, block: bool = True, timeout: float | None = None) -> types.RolloutEvent:
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateResult:
+  """What an update leaves for the barrier and the records.
+
+  Attributes:
+    batch: the logical batch, complete.
+    sums: batch direction per lane.
+    spans: learner spans with readiness.
+    gap: learner against sampler log-probs.
+    skipped, wasted: sources never computed, and computed in vain, because their group was uniform.
+    rollout_end_s: when the last reward arrived; learner_end_s: when the last group closed (run's clock).
+  """
+
+  batch: types.LogicalBatch
+  sums: tuple[fold.Sum, ...]
+  spans: tuple[types.Span, ...]
+  gap: lane_lib.SamplerGap
+  skipped: int
+  wasted: int
+  rollout_end_s: float
+  learner_end_s: float
+
+
+class _Batch:
+  """Collects trajectories and when each became ready."""
+
+  def __init__(self, update: int, policy_version: int, plans: Sequence[types.GroupPlan]):
+    self.update, self.version, self.plans = update, policy_version, plans
+    self.trajectories: dict[tuple[int, int], types.Trajectory] = {}
+    self.ready_s: dict[tuple[int, int], float] = {}
+
+  def complete(self) -> types.LogicalBatch:
+    groups = tuple(
+        types.Group(p.index, p.task_id, p.prompt_ids, tuple(self.trajectories[p.index, i] for i in range(p.size)))
+        for p in self.plans)
+    return types.LogicalBatch(self.update, self.version, groups)
+
+
+def run_update(update: int, policy_version: int, params, plans: Sequence[types.GroupPlan], events: EventStream,
+               lane: lane_lib.Lane, policy: scheduler.Policy, *, stall_timeout_s: float = 600.0,
+               observe: Callable[[types.RolloutEvent | types.Span], None] = lambda _: None) -> UpdateResult:
+  """Runs the learner's side of one update until every group is closed.
+
+  Args:
+    update: k.
+    policy_version: version of `params`; every trajectory must carry it.
+    params: theta_k, read only.
+    plans: the update's groups, index order.
+    events: rollout events of this update.
+    lane: the learner lane.
+    policy: the schedule.
+    stall_timeout_s: longest wait without any event before the update is given up.
+    observe: called with every event and every learner span, for progress and traces.
+
+  Raises:
+    TsJaxError: the rollout side failed or stalled.
+    PolicyVersionError: a trajectory of another version arrived.
+  """
+  lane.begin(update, params, plans, policy_version)
+  record = _Batch(update, policy_version, plans)
+  state, assignments = scheduler.start(policy, [p.size for p in plans])
+  spans: list[types.Span] = []
+  learner_end_s = time.time()
+
+  def take(event: types.RolloutEvent) -> list[scheduler.Assignment]:
+    nonlocal state
+    observe(event)
+    issued = []
+    for scheduled in _translate(event, update, lane, record):
+      state, more = scheduler.advance(state, scheduled)
+      issued += more
+    return issued
+
+  while not state.closed:
+    if assignments:
+      assignment = assignments.pop()
+      for span in lane.run(assignment.work):
+        span = dataclasses.replace(span, ready_s=_readiness(span, record))
+        spans.append(span)
+        observe(span)
+      # Everything that happened while the lane worked is known before it chooses again.
+      for event in _drain(events):
+        assignments += take(event)
+      state, more = scheduler.advance(state, scheduler.WorkDone(assignment.lane, assignment.work))
+      assignments += more
+      learner_end_s = time.time()
+    else:
+      try:
+        assignments += take(events.get(timeout=stall_timeout_s))
+      except queue.Empty:
+        waiting = [(p.index, i) for p in plans for i in range(p.size) if (p.index, i) not in record.trajectories]
+        raise types.TsJaxError(
+            f'update {update}: nothing arrived from the rollout side for {stall_timeout_s:.0f} s; {len(waiting)} '
+            f'trajectories have not finished, the first is {waiting[:1]}. See the engine log in the run directory; '
+            'config.rollout.stall_timeout_s sets the limit') from None
+  batch = record.complete()
+  rollout_end_s = max(t.reward_s for t in batch.trajectories)
+  return UpdateResult(batch, (lane.finish(),), tuple(spans), lane.gap, state.skipped, state.wasted, rollout_end_s,
+                      max(learner_end_s, rollout_end_s))
+
+
+def _drain(events: EventStream) -> Iterable[types.RolloutEvent]:
+  while True:
+    try:
+      yield events.get(block=False)
+    except queue.Empty:
+      return
+
+
+def _translate(event: types.RolloutEvent, update: int, lane: lane_lib.Lane, record: _Batch) -> list[scheduler.Event]:
+  """Rollout events as the scheduler's; registers content with the lane on the way."""
+  match event:
+    case types.RolloutFailed():
+      raise types.TsJaxError(f'update {event.update}: {event.message}')
+    case types.TurnFinished():
+      return []
+  trajectory = event.trajectory
+  if trajectory.update != update:
+    raise types.TsJaxError(f'update {update} received trajectory {trajectory.key} of another update')
+  at = (trajectory.group, trajectory.index)
+  if isinstance(event, types.ContentFixed):
+    data = sources.SourceData.of(trajectory)
+    lane.register(*at, data)
+    record.ready_s[at] = trajectory.content_s
+    return [scheduler.ContentReady(*at, scored=data.scored, cost=lane.cost(data))]
+  record.trajectories[at] = trajectory
+  return [scheduler.RewardReady(*at, reward=trajectory.reward)]
+
+
+def _readiness(span: types.Span, record: _Batch) -> float:
+  if span.kind == 'source' and span.index >= 0:
+    return record.ready_s[span.group, span.index]
+  return -1.0
