@@ -147,7 +147,7 @@ class StatusLine:
       interval_s: least time between two statuses; default 0.1 s on a terminal, 10 s elsewhere.
     """
     self._stream, self._clock = stream or sys.stderr, clock
-    self._tty = bool(getattr(self._stream, 'isatty', lambda: False)())
+    self._tty = not self._stream.closed and self._stream.isatty()
     self._interval = interval_s if interval_s is not None else (_TTY_INTERVAL_S if self._tty else _PLAIN_INTERVAL_S)
     self._next_s, self._width, self._last = float('-inf'), 0, ''
     self._mutex = threading.Lock()

@@ -79,6 +79,8 @@ function responsive(draw) {
     const now = Math.floor(entries[0].contentRect.width);
     if (now && now !== width) { width = now; requestAnimationFrame(() => box.replaceChildren(draw(width))); }
   }).observe(box);
+  // At once, in the same place: a box that is empty for a frame makes the page jump.
+  box.redraw = () => { if (width) box.replaceChildren(draw(width)); };
   return box;
 }
 

@@ -74,9 +74,9 @@ function spanTip(update, span) {
   return [h('b', {}, KIND_NAMES[span.kind]), tipTable(rows)];
 }
 
-function drawLanes(update, view, onZoom, onOpen) {
-  const info = analyse(update);
+function drawLanes(view, onZoom, onOpen) {
   return responsive(width => {
+    const {update, info} = view;
     const left = 118, right = width - 6, top = 16;
     const height_of = row => row.tall ? 26 : Math.max(3, Math.min(11, 190 / row.packed));
     const [low, high] = view.range || [0, info.end];
@@ -170,12 +170,13 @@ function drawTimeline(onOpen) {
   const select = h('select', {'aria-label': 'update', onchange: () => go(+select.value)}, updates.map(u => h('option', {value: u}, `update ${u}`)));
   const previous = h('button', {type: 'button', onclick: () => move(-1)}, '\u2190 Previous'), next = h('button', {type: 'button', onclick: () => move(1)}, 'Next \u2192');
   const reset = h('button', {type: 'button', onclick: () => { view.range = null; draw(); }}, 'Whole update');
-  const figures = h('div', {class: 'kpis'}), names = h('div'), box = h('div');
+  const figures = h('div', {class: 'kpis'}), names = h('div');
+  const box = drawLanes(view, range => { view.range = range; draw(); }, (g, i) => onOpen(view.update, g, i));
   node.append(h('div', {class: 'card'}, h('div', {class: 'bar'}, previous, select, next, reset, h('span', {class: 'grow'}), names), figures, box));
   const move = by => { const at = updates.indexOf(view.update) + by; if (at >= 0 && at < updates.length) go(updates[at]); };
   function go(update) { view.update = update; view.range = null; draw(); }
   function draw() {
-    const info = analyse(view.update);
+    const info = view.info = analyse(view.update);
     select.value = view.update;
     previous.disabled = view.update === updates[0];
     next.disabled = view.update === updates[updates.length - 1];
@@ -189,7 +190,7 @@ function drawTimeline(onOpen) {
         info.publish > 0 && figure(seconds(info.publish / 1000), 'publication')].filter(Boolean));
     const kinds = DATA.kinds.filter(k => info.spans.some(v => v.kind === k));
     names.replaceChildren(legend(kinds.map(k => ({name: KIND_NAMES[k], color: color(k)})).concat([{name: 'learner idle', mark: 'hatch-swatch'}])));
-    box.replaceChildren(drawLanes(view.update, view, range => { view.range = range; draw(); }, (g, i) => onOpen(view.update, g, i)));
+    box.redraw();
   }
   draw();
   return update => { if (updates.includes(update)) { go(update); node.scrollIntoView(); } };

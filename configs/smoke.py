@@ -1,0 +1,21 @@
+"""A short run of the whole loop on real weights and real tools: three updates, two groups of four.
+
+    python -m experiments.train --config=configs/smoke.py --workdir=runs/smoke
+
+Expect about two minutes on two cores after the first compilation.  `experiments.equivalence` and
+`experiments.speedup` take their sizes from here too.
+"""
+
+from configs import quickstart
+
+
+def get_config():
+  """Returns the config."""
+  config = quickstart.get_config()
+  config.updates = 3
+  config.update.prompts = 3
+  config.update.group_size = 4
+  config.evaluation.dev_tasks = 4
+  config.evaluation.held_out_tasks = 2
+  config.checkpoint.export = False
+  return config

@@ -1,0 +1,50 @@
+"""Checkpoints of the learner: parameters, optimizer state and policy version, through orbax."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+import orbax.checkpoint as ocp
+
+from ts_jax import types
+from ts_jax.streaming import barrier
+
+
+class Checkpoints:
+  """Checkpoints of one run, named by the next update to run."""
+
+  def __init__(self, folder: str | pathlib.Path, keep: int = 2):
+    """Args: the folder (made if needed) and how many checkpoints stay."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
+    self._manager = ocp.CheckpointManager(pathlib.Path(folder).resolve(), options=options)
+
+  @property
+  def latest(self) -> int | None:
+    """The next update of the newest checkpoint; None without one."""
+    return self._manager.latest_step()
+
+  def save(self, next_update: int, state: barrier.LearnerState) -> None:
+    """Writes a checkpoint unless one for `next_update` is there.
+
+    Raises:
+      TsJaxError: it could not be written (a full disk, for instance).
+    """
+    if next_update in self._manager.all_steps():
+      return
+    try:
+      self._manager.save(next_update, args=ocp.args.StandardSave(state._asdict()))
+      self._manager.wait_until_finished()
+    except (OSError, ValueError) as e:
+      raise types.TsJaxError(f'checkpoint {next_update} could not be written to {self._manager.directory}: {e}. Free space '
+                             'there and run the same command again') from e
+
+  def restore(self, like: barrier.LearnerState) -> tuple[int, barrier.LearnerState]:
+    """Returns (next update, state) of the newest checkpoint, shaped and placed like `like`."""
+    step = self._manager.latest_step()
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
+    return step, barrier.LearnerState(**self._manager.restore(step, args=ocp.args.StandardRestore(abstract)))
+
+  def close(self) -> None:
+    """Releases the manager."""
+    self._manager.close()
