@@ -7,6 +7,7 @@ agents send: groups of eight share one, and every prompt ends in a different pla
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import pathlib
@@ -77,10 +78,11 @@ class VllmServer:
     while True:
       try:
         control.wait_ready(2.0)
-        return
+        break
       except types.InfrastructureError:
         if self._child.poll() is not None or time.monotonic() > end:
           raise types.InfrastructureError(f'vLLM did not start: {self._log_path.read_text()[-2000:]}') from None
+    control.set_version(0)  # it calls the weights it started with 'default', which is no policy version
 
   def stop(self) -> None:
     """Ends the whole process group: after an engine death the API server ignores SIGTERM."""
@@ -100,15 +102,14 @@ class VllmServer:
 async def alternate(urls: dict[str, str], vocab_size: int) -> dict[str, list[float]]:
   """Rounds of each engine in turn; round 0 warms up (compilation, allocation) and is not counted."""
   figures: dict[str, list[float]] = {name: [] for name in urls}
-  clients = {name: client_lib.EngineClient(url) for name, url in urls.items()}
-  for round_index in range(_ROUNDS.value + 1):
-    for name, client in clients.items():
-      rate = await measure(client, requests_of_round(round_index, vocab_size))
-      print(f'round {round_index}{" (warm-up)" if not round_index else ""}: {name} {rate:.1f} tokens/s', flush=True)
-      if round_index:
-        figures[name].append(rate)
-  for client in clients.values():
-    await client.close()
+  async with contextlib.AsyncExitStack() as stack:
+    clients = {name: await stack.enter_async_context(client_lib.EngineClient(url)) for name, url in urls.items()}
+    for round_index in range(_ROUNDS.value + 1):
+      for name, client in clients.items():
+        rate = await measure(client, requests_of_round(round_index, vocab_size))
+        print(f'round {round_index}{" (warm-up)" if not round_index else ""}: {name} {rate:.1f} tokens/s', flush=True)
+        if round_index:
+          figures[name].append(rate)
   return figures
 
 

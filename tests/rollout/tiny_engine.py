@@ -2,12 +2,12 @@
 
 import json
 import pathlib
+import queue
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import scipy.special
 
-from ts_jax.kernels import logprob
 from ts_jax.models import llama
 from ts_jax.models import weights as weights_lib
 from ts_jax.models.config import ModelConfig
@@ -29,11 +29,23 @@ def write_folder(folder: pathlib.Path, params) -> pathlib.Path:
   return folder
 
 
+@jax.jit
+def _reference(params, ids):
+  hidden, _ = llama.forward(CONFIG, params, ids[None], llama.empty_boundary(CONFIG))
+  return hidden[0] @ llama.head_matrix(params).T
+
+
+def reference_logits(params, ids) -> np.ndarray:
+  """Logits [len(ids), V] from one full pass without any cache."""
+  padded = np.zeros(-(-len(ids) // 256) * 256, np.int32)
+  padded[:len(ids)] = ids
+  return np.asarray(_reference(params, padded))[:len(ids)]
+
+
 def reference_log_probs(params, ids, temperature: float = 1.0) -> np.ndarray:
   """Log-probs of ids[1:], from one full pass without any cache."""
-  ids = np.asarray(ids, np.int32)
-  hidden, _ = llama.forward(CONFIG, params, jnp.asarray(ids[None, :-1]), llama.empty_boundary(CONFIG))
-  return np.asarray(logprob.token_log_probs(hidden[0], llama.head_matrix(params), jnp.asarray(ids[1:]), temperature))
+  log_probs = scipy.special.log_softmax(reference_logits(params, ids[:-1]).astype(np.float64) / temperature, axis=-1)
+  return log_probs[np.arange(len(ids) - 1), np.asarray(ids[1:])]
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
@@ -44,7 +56,6 @@ class Asked:
   """A request handed to an in-process engine."""
 
   def __init__(self, core, tokens, max_tokens=8, temperature=1.0, seed=0, stop_ids=(), salt='', score=False, reuse=True):
-    import queue
     self._replies = queue.SimpleQueue()
     self.request = core_lib.Request(tuple(tokens), max_tokens, temperature, seed, frozenset(stop_ids), salt, score, reuse,
                                     self._replies.put)

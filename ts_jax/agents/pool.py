@@ -8,7 +8,7 @@ import inspect
 import logging
 import threading
 import traceback
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Collection, Sequence
 
 from ts_jax import types
 from ts_jax.agents import loop as loop_lib
@@ -71,16 +71,18 @@ class AgentPool:
       raise types.InfrastructureError(f'the agent pool did not start: {self._failure}') from self._failure
     return self
 
-  def submit_update(self, update: int, policy_version: int, groups: Groups) -> concurrent.futures.Future:
+  def submit_update(self, update: int, policy_version: int, groups: Groups,
+                    skip: Collection[tuple[int, int]] = ()) -> concurrent.futures.Future:
     """Registers the trajectories of an update; they start as slots come free.  Returns at once, from any thread.
 
     Args:
       update: logical update k.
       policy_version: version every reply must state.
       groups: (plan, task) in the order they should start.
+      skip: (group, index) of trajectories that exist already (an interrupted update being resumed).
 
     Returns:
-      A future of all trajectories with rewards, by group then index; it fails with the error that ended the update.
+      A future of the sampled trajectories with rewards, by group then index; it fails with the error that ended the update.
 
     Raises:
       ConfigError: a task appears twice (its trajectories would share their sampling seeds) or does not fit its plan.
@@ -95,7 +97,7 @@ class AgentPool:
         raise types.ConfigError(f'group {plan.index} is planned for task {plan.task_id} but was given {task.task_id}')
     if self._loop is None or not self._thread.is_alive():
       raise types.InfrastructureError('the agent pool is not running: call start(), and submit nothing after close()')
-    return asyncio.run_coroutine_threadsafe(self._run_update(update, policy_version, list(groups)), self._loop)
+    return asyncio.run_coroutine_threadsafe(self._run_update(update, policy_version, list(groups), frozenset(skip)), self._loop)
 
   def close(self) -> None:
     """Cancels what runs, ends its environments and the thread.  Idempotent.
@@ -151,7 +153,8 @@ class AgentPool:
         if inspect.isawaitable(done):
           await done
 
-  async def _run_update(self, update: int, policy_version: int, groups: Groups) -> tuple[types.Trajectory, ...]:
+  async def _run_update(self, update: int, policy_version: int, groups: Groups,
+                        skip: frozenset[tuple[int, int]]) -> tuple[types.Trajectory, ...]:
     this = asyncio.current_task()
     self._updates.add(this)
     this.add_done_callback(self._updates.discard)
@@ -160,7 +163,7 @@ class AgentPool:
       async with asyncio.TaskGroup() as trajectories:
         for plan, task in groups:
           engine = self._engines[plan.index % len(self._engines)]
-          for index in range(plan.size):
+          for index in (i for i in range(plan.size) if (plan.index, i) not in skip):
             await self._slots.acquire()
             release = _once(self._slots.release)
             assignment = loop_lib.Assignment(update, plan.index, index, task, plan.prompt_ids, policy_version, self._run_seed)

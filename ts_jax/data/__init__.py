@@ -1,0 +1,1 @@
+"""Tasks: format, generator, validation, splits, verifier."""

@@ -123,7 +123,7 @@ class EngineControl:
 
   def set_version(self, version: int) -> None:
     """Labels the loaded weights."""
-    self._call('POST', '/update_weight_version', json={'new_version': version})
+    self._call('POST', '/update_weight_version', json={'new_version': str(version)})  # vLLM's versions are strings
 
 
 def error_message(text: str) -> str:

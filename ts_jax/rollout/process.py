@@ -112,7 +112,7 @@ class EngineProcess:
       InfrastructureError: it has failed for good, or not within `deadline_s` seconds.
     """
     end = time.monotonic() + deadline_s
-    while not self.ready.wait(_WATCH_S):
+    while not (self.ready.wait(_WATCH_S) and self.pid):
       if self.failure or time.monotonic() > end:
         raise types.InfrastructureError(self.failure or f'engine {self.url} was not ready within {deadline_s:g} s: {self._log_tail()}')
 
@@ -160,10 +160,11 @@ class EngineProcess:
       if time.monotonic() > end or self._stopping.is_set():
         raise types.InfrastructureError(f'engine {self.url} did not start within {self._start_timeout_s:g} s: {self._log_tail()}')
       try:
-        self.control.health(timeout_s=2.0)
-        break
+        if self.control.health(timeout_s=2.0).get('pid') == self._child.pid:  # not somebody else's, on the same port
+          break
       except types.InfrastructureError:
-        time.sleep(_WATCH_S)
+        pass  # not yet
+      time.sleep(_WATCH_S)
     if self._bring_up:
       self._bring_up(self.control)
     self.control.resume()

@@ -63,6 +63,11 @@ class Publisher:
     if not os.access(self._folder, os.W_OK):
       raise types.ConfigError(f'exchange folder {self._folder} is not writable')
 
+  def add(self, engine: Any) -> None:
+    """Publishes to one more engine from now on."""
+    with self._lock:
+      self._engines.append(getattr(engine, 'control', engine))
+
   def publish(self, params: Mapping[str, Any], config: ModelConfig, version: int) -> Published:
     """Makes `params` policy `version` on every replica, in parallel; returns when all have acknowledged.
 

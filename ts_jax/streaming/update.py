@@ -14,9 +14,9 @@ from ts_jax.streaming import scheduler, sources
 
 
 class EventStream(Protocol):
-  """Where rollout events come from: a `queue.Queue`, or anything that waits like one."""
+  """Where rollout events (and spans, only observed) come from: a `queue.Queue`, or anything that waits like one."""
 
-  def get(self, block: bool = True, timeout: float | None = None) -> types.RolloutEvent:
+  def get(self, block: bool = True, timeout: float | None = None) -> types.RolloutEvent | types.Span:
     ...
 
 
@@ -84,7 +84,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
   spans: list[types.Span] = []
   learner_end_s = time.time()
 
-  def take(event: types.RolloutEvent) -> list[scheduler.Assignment]:
+  def take(event: types.RolloutEvent | types.Span) -> list[scheduler.Assignment]:
     nonlocal state
     observe(event)
     issued = []
@@ -121,7 +121,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
                       max(learner_end_s, rollout_end_s))
 
 
-def _drain(events: EventStream) -> Iterable[types.RolloutEvent]:
+def _drain(events: EventStream) -> Iterable[types.RolloutEvent | types.Span]:
   while True:
     try:
       yield events.get(block=False)
@@ -129,12 +129,12 @@ def _drain(events: EventStream) -> Iterable[types.RolloutEvent]:
       return
 
 
-def _translate(event: types.RolloutEvent, update: int, lane: lane_lib.Lane, record: _Batch) -> list[scheduler.Event]:
+def _translate(event: types.RolloutEvent | types.Span, update: int, lane: lane_lib.Lane, record: _Batch) -> list[scheduler.Event]:
   """Rollout events as the scheduler's; registers content with the lane on the way."""
   match event:
     case types.RolloutFailed():
       raise types.TsJaxError(f'update {event.update}: {event.message}')
-    case types.TurnFinished():
+    case types.TurnFinished() | types.Span():
       return []
   trajectory = event.trajectory
   if trajectory.update != update:

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import signal
 import sys
 import uuid
@@ -115,7 +116,7 @@ class Server:
   async def _health(self, request: web.Request) -> web.Response:
     if self._core.error:
       return _error(500, self._core.error)
-    return web.json_response({'status': 'ok', **self._core.counts()})
+    return web.json_response({'status': 'ok', 'pid': os.getpid(), **self._core.counts()})
 
   async def _models(self, request: web.Request) -> web.Response:
     return web.json_response({'object': 'list', 'data': [
@@ -144,10 +145,10 @@ class Server:
 
   async def _set_version(self, request: web.Request) -> web.Response:
     version = (await _json(request) or {}).get('new_version')
-    if type(version) is not int or version < 0:
-      raise wire.BadRequest(f'new_version={version!r} must be a non-negative integer')
-    await self._off_loop(self._core.set_version, version)
-    return web.json_response({'weight_version': version})
+    if not re.fullmatch(r'\d{1,18}', str(version)):
+      raise wire.BadRequest(f'new_version={version!r} must be a non-negative integer, also as a string')
+    await self._off_loop(self._core.set_version, int(version))
+    return web.json_response({'weight_version': int(version)})
 
   async def _rpc(self, request: web.Request) -> web.Response:
     body = await _json(request) or {}

@@ -1,10 +1,12 @@
-"""Independent references: full sequences, no prefix sharing, no padding, no accumulators, plain autodiff.
+"""The independent reference of the equivalence checks: full sequences, no prefix sharing, no padding, plain autodiff.
 
-Written from the equations with its own forward pass, sharing no code with ts_jax/streaming, ts_jax/kernels or
-ts_jax/models/llama.py beyond the parameter names.
+Written from the equations with its own forward pass; shares no code with ts_jax.streaming, ts_jax.kernels or
+ts_jax.models.llama beyond the parameter names.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +31,7 @@ def logits(config, params, tokens):
     c, s = cos[:, None], sin[:, None]
     return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1)
 
-  x = params['embed']['embedding'][jnp.asarray(tokens)]
-  for i in range(config.layers):
-    p = jax.tree.map(lambda w: w[i], params['layers'])
+  def layer(x, p):
     y = norm(x, p['attn_norm']['scale'])
     q = turn((y @ p['q']['kernel']).reshape(length, config.heads, config.head_dim))
     k = turn((y @ p['k']['kernel']).reshape(length, config.kv_heads, config.head_dim))
@@ -42,14 +42,26 @@ def logits(config, params, tokens):
     x = x + jnp.einsum('hts,shd->thd', weights, v).reshape(length, -1) @ p['o']['kernel']
     y = norm(x, p['mlp_norm']['scale'])
     gate = y @ p['gate']['kernel']
-    x = x + (gate * jax.nn.sigmoid(gate) * (y @ p['up']['kernel'])) @ p['down']['kernel']
+    return x + (gate * jax.nn.sigmoid(gate) * (y @ p['up']['kernel'])) @ p['down']['kernel'], None
+
+  x, _ = jax.lax.scan(layer, params['embed']['embedding'][jnp.asarray(tokens)], params['layers'])
   x = norm(x, params['final_norm']['scale'])
   return x @ (params['head']['kernel'] if 'head' in params else params['embed']['embedding'].T)
 
 
-def grpo_objective(config, params, batch, epsilon=1e-6):
-  """The scalar whose gradient is the batch direction: mean over trajectories of A_i / L_i sum_t log pi."""
-  total = 0.0
+@functools.partial(jax.jit, static_argnums=0)
+def _score_gradient(config, params, tokens, positions, targets, coefficient):
+  """Gradient of coefficient * sum_t log pi(target_t) for one sequence."""
+  def score(p):
+    table = jax.nn.log_softmax(logits(config, p, tokens), axis=-1)
+    return coefficient * jnp.sum(table[positions, targets])
+
+  return jax.grad(score)(params)
+
+
+def grpo_direction(config, params, batch, epsilon=1e-6):
+  """Ascent direction of a batch: mean over trajectories of A_i / L_i sum_t grad log pi (Equations 4 to 6, Appendix D.1)."""
+  total = jax.tree.map(jnp.zeros_like, params)
   for group in batch.groups:
     rewards = np.array([t.reward for t in group.trajectories], np.float64)
     if np.ptp(rewards) == 0:
@@ -57,16 +69,10 @@ def grpo_objective(config, params, batch, epsilon=1e-6):
     advantages = (rewards - rewards.mean()) / (np.sqrt(np.mean((rewards - rewards.mean()) ** 2)) + epsilon)
     for trajectory, advantage in zip(group.trajectories, advantages):
       tokens = np.array(trajectory.prompt_ids + trajectory.completion_ids)
-      mask = np.array((False,) * len(trajectory.prompt_ids) + trajectory.completion_mask)
-      if not mask.any():
+      at = np.flatnonzero((False,) * len(trajectory.prompt_ids) + trajectory.completion_mask)
+      if not len(at):
         continue
-      table = jax.nn.log_softmax(logits(config, params, tokens[:-1]), axis=-1)
-      at = np.flatnonzero(mask)
-      log_probs = table[at - 1, tokens[at]]
-      total += advantage / len(rewards) / len(batch.groups) / len(at) * jnp.sum(log_probs)
+      coefficient = advantage / len(rewards) / len(batch.groups) / len(at)
+      gradient = _score_gradient(config, params, tokens[:-1], at - 1, tokens[at], coefficient)
+      total = jax.tree.map(jnp.add, total, gradient)
   return total
-
-
-def grpo_direction(config, params, batch, epsilon=1e-6):
-  """Ascent direction of the batch by plain autodiff over full sequences."""
-  return jax.grad(lambda p: grpo_objective(config, p, batch, epsilon))(params)

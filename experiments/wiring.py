@@ -1,0 +1,234 @@
+"""Builds the parts of a run from its config: student, tasks, engines, agents, learner.  The one place that knows them all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+from typing import Any, Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ts_jax import types
+from ts_jax.agents import environment, limits as limits_lib, loop, pool, prompt as prompt_lib, sandbox as sandbox_lib
+from ts_jax.data import demonstrations, generator, splits, tasks as tasks_lib, verifier as verifier_lib
+from ts_jax.models import chat, source, tokenizer as tokenizer_lib, weights
+from ts_jax.models.config import ModelConfig
+from ts_jax.rollout import client as client_lib, process, publication
+from ts_jax.streaming import barrier, lane as lane_lib, scheduler, sources
+from ts_jax.streaming.buckets import Buckets
+
+_WEIGHTS_SLACK = 3  # a publication briefly needs two files, and something should stay free
+
+
+@dataclasses.dataclass(frozen=True)
+class Student:
+  """The model a run trains: its Hugging Face folder, sizes, tokenizer and chat template."""
+
+  folder: pathlib.Path
+  config: ModelConfig
+  tokenizer: tokenizer_lib.Tokenizer
+  template: chat.ChatTemplate
+
+  def params(self):
+    """Parameters of the folder as float32 JAX arrays."""
+    return jax.tree.map(jnp.asarray, weights.load_params(self.folder))
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSets:
+  """Tasks by use, and the prompt of each (ids, by task id)."""
+
+  train: tuple[tasks_lib.Task, ...]
+  dev: tuple[tasks_lib.Task, ...]
+  held_out: tuple[tasks_lib.Task, ...]
+  prompts: Mapping[str, tuple[int, ...]]
+
+  @property
+  def all(self) -> tuple[tasks_lib.Task, ...]:
+    """Every task."""
+    return self.train + self.dev + self.held_out
+
+  def family_of(self, task_id: str) -> str:
+    """Family of a task."""
+    return next(t.family for t in self.all if t.task_id == task_id)
+
+
+def load_student(config) -> Student:
+  """Finds the weights and checks that tokenizer and weights belong together."""
+  folder = source.resolve_model(config.model.source)
+  model = weights.load_config(folder)
+  tokenizer = tokenizer_lib.Tokenizer.load(folder)
+  tokenizer.check_matches(model)
+  return Student(folder, model, tokenizer, chat.ChatTemplate(tokenizer))
+
+
+def limits(config) -> limits_lib.Limits:
+  """Table 6 from the config."""
+  names = [f.name for f in dataclasses.fields(limits_lib.Limits)]
+  return limits_lib.Limits(**{n: config.agent[n] for n in names})
+
+
+def split_cores(config) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  """(learner cores, engine cores): 'auto' halves what this process may use; one core is shared."""
+  usable = sorted(os.sched_getaffinity(0))
+  half = max(1, len(usable) // 2)
+  automatic = usable[:half], usable[-half:]
+  return tuple(_cores(text, auto, usable) for text, auto in zip((config.learner.cores, config.rollout.cores), automatic))
+
+
+def _cores(text: str, automatic: Sequence[int], usable: Sequence[int]) -> tuple[int, ...]:
+  if text == 'auto':
+    return tuple(automatic)
+  try:
+    ranges = [part.split('-') for part in str(text).split(',')]
+    chosen = tuple(core for r in ranges for core in range(int(r[0]), int(r[-1]) + 1))
+  except ValueError:
+    raise types.ConfigError(f"cores {text!r} is not a list like '0,1' or '4-7', nor 'auto'") from None
+  missing = sorted(set(chosen) - set(usable))
+  if missing:
+    raise types.ConfigError(f'cores {text!r} names {missing}, but this process may use {list(usable)} only')
+  return chosen
+
+
+def load_tasks(config, workdir: pathlib.Path, student: Student) -> TaskSets:
+  """Reads (or generates) the tasks, splits them and renders every prompt."""
+  settings = config.tasks
+  held_out_family = settings.held_out_family or generator.HELD_OUT_FAMILY
+  root = pathlib.Path(settings.root) if settings.root else workdir / 'tasks'
+  if not settings.root:
+    families = tuple(settings.families) or generator.FAMILIES
+    generator.generate(root, dict.fromkeys((*families, held_out_family)), settings.instances, settings.seed)
+  split = splits.split(tasks_lib.load_tasks(root), dev_fraction=settings.dev_fraction, held_out_family=held_out_family)
+  shown = demonstrations.DEMONSTRATIONS if config.agent.demonstrations else ()
+  bounds = limits(config)
+  prompts = {
+      t.task_id: prompt_lib.prompt_ids(student.template, t.instruction, shown, bounds, t.task_id)
+      for t in (*split.train, *split.dev, *split.held_out)}
+  return TaskSets(tuple(split.train), tuple(split.dev), tuple(split.held_out), prompts)
+
+
+def plan_update(config, tasks: TaskSets, update: int) -> list[tuple[types.GroupPlan, tasks_lib.Task]]:
+  """Groups of one update: the next prompts of the shuffled training list (a pure function of seed and update)."""
+  count = config.update.prompts
+  chosen = [splits.task_at(tasks.train, config.seed, update * count + i) for i in range(count)]
+  return [(types.GroupPlan(i, t.task_id, tasks.prompts[t.task_id], config.update.group_size), t) for i, t in enumerate(chosen)]
+
+
+def plan_attempts(tasks: TaskSets, chosen: Sequence[tasks_lib.Task], attempts: int):
+  """Groups of an evaluation."""
+  return [(types.GroupPlan(i, t.task_id, tasks.prompts[t.task_id], attempts), t) for i, t in enumerate(chosen)]
+
+
+def functions(config, student: Student) -> sources.SourceFunctions:
+  """The student's jitted learner functions."""
+  return sources.SourceFunctions(student.config, config.agent.temperature, config.model.dtype, config.learner.remat_tokens)
+
+
+def learner_lane(config, student: Student) -> lane_lib.Lane:
+  """The learner lane."""
+  if config.objective.name != 'grpo':
+    raise types.ConfigError(f"objective {config.objective.name!r} is unknown: use 'grpo'")
+  return lane_lib.Lane(0, functions(config, student), Buckets(tuple(config.learner.buckets)),
+                       accumulator=config.schedule.accumulator, reward_centre=config.objective.reward_centre,
+                       epsilon=config.objective.epsilon)
+
+
+def policy(config) -> scheduler.Policy:
+  """The schedule."""
+  if config.schedule.name not in ('sync', 'thundersync'):
+    raise types.ConfigError(f"schedule {config.schedule.name!r} is unknown: use 'sync' or 'thundersync'")
+  direct = config.schedule.accumulator == 'float32'
+  return scheduler.Policy(
+      streaming=config.schedule.name == 'thundersync', direct=direct, admission_cap=config.schedule.admission_cap,
+      pack_rows=tuple(config.schedule.pack_rows) if direct else (1,))
+
+
+def optimizer(config) -> barrier.OptimizerConfig:
+  """AdamW of the config."""
+  return barrier.OptimizerConfig(**config.optimizer.to_dict())
+
+
+def max_completion_tokens(config) -> int:
+  """Longest completion a trajectory can have: what it samples, and the observations between."""
+  bounds = limits(config)
+  template_tokens = 64  # an observation's roles and separators
+  between = (bounds.max_turns - 1) * (bounds.max_observation_tokens + template_tokens)
+  return min(bounds.max_context_tokens, bounds.max_trajectory_tokens + between)
+
+
+@dataclasses.dataclass
+class Engines:
+  """Rollout replicas: where they are, how to publish to them, and the child processes where we started them."""
+
+  urls: tuple[str, ...]
+  publisher: publication.Publisher
+  processes: tuple[process.EngineProcess, ...]
+  clients: tuple[client_lib.EngineClient, ...]
+
+  def wait_started(self) -> None:
+    """Returns when every child serves."""
+    for engine in self.processes:
+      engine.wait_started()
+
+
+@contextlib.contextmanager
+def engines(config, student: Student, cores: Sequence[int], logs: pathlib.Path, exchange: pathlib.Path, compile_cache: pathlib.Path):
+  """Starts the embedded engines (or connects to given URLs); they come up in the background, paused until published to."""
+  context = limits(config).max_context_tokens
+  with contextlib.ExitStack() as stack:
+    processes = ()
+    if not config.rollout.urls:
+      publisher_box: list[publication.Publisher] = []
+      share = np.array_split(np.asarray(cores), config.rollout.replicas) if len(cores) >= config.rollout.replicas else None
+      processes = tuple(
+          process.EngineProcess(
+              student.folder, log_path=logs / f'engine-{i}.log', slots=config.rollout.slots, max_context=context,
+              prefix_store_mb=config.rollout.prefix_store_mb, cores=[int(c) for c in (share[i] if share is not None else cores)],
+              compile_cache=compile_cache, warm_up=1, bring_up=lambda control: publisher_box[0].bring_up_to_date(control))
+          for i in range(config.rollout.replicas))
+    urls = tuple(config.rollout.urls) or tuple(p.url for p in processes)
+    clients = tuple(client_lib.EngineClient(u, timeout_s=config.rollout.timeout_s) for u in urls)
+    publisher = publication.Publisher(clients, exchange)
+    stack.callback(publisher.close)
+    if processes:
+      publisher_box.append(publisher)
+      for engine in processes:
+        stack.callback(engine.stop)
+        engine.start(wait=False)
+    else:
+      for client in clients:
+        client.control.health()
+    yield Engines(urls, publisher, processes, clients)
+
+
+def exchange_folder(config, student: Student, workdir: pathlib.Path) -> pathlib.Path:
+  """Where published weights lie: memory when they fit there twice, else the work folder."""
+  if config.rollout.exchange != 'auto':
+    return pathlib.Path(config.rollout.exchange)
+  size = sum(f.stat().st_size for f in student.folder.glob('*.safetensors'))
+  memory = pathlib.Path('/dev/shm')
+  if memory.is_dir() and shutil.disk_usage(memory).free > _WEIGHTS_SLACK * size:
+    return memory / f'ts_jax-{os.getpid()}'
+  return workdir / 'exchange'
+
+
+def sandbox(config) -> sandbox_lib.Sandbox:
+  """The sandbox backend; raises ConfigError with the remedy where there is none."""
+  backend = sandbox_lib.Sandbox.probe(config.agent.sandbox, allow_unsandboxed=config.agent.allow_unsandboxed)
+  return sandbox_lib.Sandbox(backend)
+
+
+def agent_pool(config, student: Student, box: sandbox_lib.Sandbox, clients: Sequence[client_lib.EngineClient],
+               emit: Callable[[Any], None]) -> pool.AgentPool:
+  """The agents; every event and span goes to `emit`."""
+  verifier = verifier_lib.Verifier(box)
+  setup = loop.AgentSetup(
+      environment_factory=lambda task: environment.TerminalEnvironment(box, task.path), template=student.template,
+      verifier=verifier, limits=limits(config), retries=config.agent.retries)
+  factories = [lambda client=client: client for client in clients]
+  return pool.AgentPool(setup, factories, run_seed=config.seed, concurrency=config.agent.concurrency, emit_event=emit, emit_span=emit)
