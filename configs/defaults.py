@@ -52,7 +52,7 @@ def get_config() -> config_dict.ConfigDict:
           replay_scale=1.0,  # multiplies recorded times
       ),
       objective=config_dict.create(name='grpo', epsilon=1e-6, reward_centre=0.75),
-      update=config_dict.create(prompts=32, group_size=8),
+      batch=config_dict.create(prompts=32, group_size=8),
       optimizer=config_dict.create(
           learning_rate=1e-6, b1=0.9, b2=0.999, epsilon=1e-8, weight_decay=0.0, max_norm=1.0, moment_dtype='float32'),
       schedule=config_dict.create(

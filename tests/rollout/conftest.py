@@ -30,8 +30,7 @@ def make_core(model):
 
   def make(**kwargs) -> core_lib.EngineCore:
     kwargs = dict(slots=4, max_context=600) | kwargs
-    cores.append(core_lib.EngineCore(tiny_engine.CONFIG, {**model.params, 'layers': {k: dict(v) for k, v in model.params['layers'].items()}},
-                                     **kwargs))
+    cores.append(core_lib.EngineCore(tiny_engine.CONFIG, tiny_engine.handed_over(model.params), **kwargs))
     return cores[-1]
 
   yield make

@@ -15,7 +15,8 @@ from ts_jax.rollout import process
 from ts_jax.rollout import protocol
 from ts_jax.rollout.client import GenerateRequest
 
-GOOD = {'choices': [{'token_ids': [4, 5], 'logprobs': {'content': [{'token_id': 4, 'logprob': -1.0}, {'token_id': 5, 'logprob': -2.0}]},
+GOOD = {'choices': [{'token_ids': [4, 5],
+                     'logprobs': {'content': [{'token_id': 4, 'logprob': -1.0}, {'token_id': 5, 'logprob': -2.0}]},
                      'finish_reason': 'length', 'weight_versions': [{'version': 3, 'start': 0, 'end': 2}]}]}
 
 
@@ -139,7 +140,8 @@ def test_sampling_seeds_depend_on_what_is_sampled_only():
   assert protocol.sampling_seed(42, 1, 'task', 2, 3) == int.from_bytes(expected[:8], 'big') & (2**63 - 1)
 
 
-@pytest.mark.parametrize('changes', [dict(token_ids=()), dict(max_tokens=0), dict(temperature=float('nan')), dict(seed=-1), dict(seed=2**63)])
+@pytest.mark.parametrize('changes', [dict(token_ids=()), dict(max_tokens=0), dict(temperature=float('nan')), dict(seed=-1),
+                                     dict(seed=2**63)])
 def test_nonsensical_requests_are_refused_at_construction(changes):
   with pytest.raises(ValueError):
     GenerateRequest(**dict(token_ids=(1,), max_tokens=1) | changes)

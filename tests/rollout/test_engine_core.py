@@ -145,7 +145,7 @@ def test_weight_update_in_flight_recomputes_and_labels_every_token(make_core, mo
   while core.stats['decoded_tokens'] < 10:
     time.sleep(0.002)
   core.pause('keep').result()
-  core.load({**new, 'layers': {k: dict(v) for k, v in new['layers'].items()}})
+  core.load(tiny_engine.handed_over(new))
   core.set_version(1)
   core.resume()
   result = asked.result()
@@ -155,6 +155,17 @@ def test_weight_update_in_flight_recomputes_and_labels_every_token(make_core, mo
   for params, low, high in ((model.params, 0, b0), (new, b0, 400)):
     expected = reference_log_probs(params, sequence)[len(tokens) - 1:]
     np.testing.assert_allclose(result.log_probs[low:high], expected[low:high], atol=1e-5)
+
+
+def test_loading_weights_drops_every_cache(make_core):
+  core, tokens, new = make_core(slots=1), prompt(2, 80), tiny_engine.random_params(1)
+  for other in (tokens, prompt(3, 80), tokens):
+    before = ask(core, other)
+  assert before.cached_tokens == 79 and core.counts()['stored_prefixes'] >= 1
+  core.load(tiny_engine.handed_over(new))
+  after = ask(core, tokens)
+  assert after.cached_tokens == 0 and core.counts()['stored_prefixes'] == 0
+  matches_reference(new, tokens, after)
 
 
 def test_loading_under_running_requests_is_refused(make_core, model):

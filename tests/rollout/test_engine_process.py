@@ -133,6 +133,8 @@ def test_a_port_in_use_is_named(start_engine, engine):
 def test_restarts_are_bounded(start_engine):
   engine = start_engine(max_restarts=0)
   os.kill(engine.pid, signal.SIGKILL)
+  while engine.pid:  # the kernel takes a moment
+    time.sleep(0.01)
   with pytest.raises(types.InfrastructureError, match='given up'):
     engine.wait_ready(60)
   assert engine.pid is None
@@ -147,7 +149,8 @@ def test_the_engine_dies_with_its_parent(model, tmp_path):
   script = ('import sys, time\nfrom ts_jax.rollout import process\n'
             'e = process.EngineProcess(sys.argv[1], log_path=sys.argv[2], slots=1, max_context=64)\n'
             'e.start()\nprint(e.pid, flush=True)\ntime.sleep(100)\n')
-  parent = subprocess.Popen([sys.executable, '-c', script, str(model.folder), str(tmp_path / 'log')], stdout=subprocess.PIPE, text=True)
+  parent = subprocess.Popen([sys.executable, '-c', script, str(model.folder), str(tmp_path / 'log')], stdout=subprocess.PIPE,
+                            text=True)
   pid = int(parent.stdout.readline())
   parent.kill()
   parent.wait()

@@ -3,7 +3,6 @@
 import asyncio
 import time
 
-import aiohttp
 import httpx
 import numpy as np
 import pytest

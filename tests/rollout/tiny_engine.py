@@ -11,7 +11,7 @@ import scipy.special
 from ts_jax.models import llama
 from ts_jax.models import weights as weights_lib
 from ts_jax.models.config import ModelConfig
-from ts_jax.rollout.engine import core as core_lib
+from ts_jax.rollout.engine import requests
 
 EOS = 2
 CONFIG = ModelConfig(vocab_size=300, width=32, ffn_width=64, layers=2, heads=4, kv_heads=2, head_dim=8, max_positions=1024)
@@ -20,6 +20,11 @@ CONFIG = ModelConfig(vocab_size=300, width=32, ffn_width=64, layers=2, heads=4, 
 def random_params(seed: int):
   """Weights large enough that the distributions are far from uniform."""
   return jax.tree.map(np.asarray, llama.init_params(CONFIG, jax.random.key(seed), scale=0.15))
+
+
+def handed_over(params):
+  """A pytree that the engine may empty."""
+  return {**params, 'layers': {k: dict(v) for k, v in params['layers'].items()}}
 
 
 def write_folder(folder: pathlib.Path, params) -> pathlib.Path:
@@ -57,16 +62,16 @@ class Asked:
 
   def __init__(self, core, tokens, max_tokens=8, temperature=1.0, seed=0, stop_ids=(), salt='', score=False, reuse=True):
     self._replies = queue.SimpleQueue()
-    self.request = core_lib.Request(tuple(tokens), max_tokens, temperature, seed, frozenset(stop_ids), salt, score, reuse,
+    self.request = requests.Request(tuple(tokens), max_tokens, temperature, seed, frozenset(stop_ids), salt, score, reuse,
                                     self._replies.put)
     core.submit(self.request)
 
-  def result(self) -> core_lib.Result:
+  def result(self) -> requests.Result:
     outcome = self._replies.get(timeout=60)
     if isinstance(outcome, BaseException):
       raise outcome
     return outcome
 
 
-def ask(core, tokens, **kwargs) -> core_lib.Result:
+def ask(core, tokens, **kwargs) -> requests.Result:
   return Asked(core, tokens, **kwargs).result()

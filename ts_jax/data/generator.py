@@ -136,7 +136,11 @@ def _write_all(root, counts, seed, variants, manifest) -> None:
     for name, count in counts.items():
       _write_family(new, families_lib.BY_NAME[name], count, seed, variants)
     _write(new / MANIFEST, json.dumps(manifest, indent=2) + '\n')
-    new.chmod(0o755)
+    # Whatever the umask: a sandbox reads solutions and setup files as another user.
+    for folder, _, files in os.walk(new):
+      os.chmod(folder, 0o755)
+      for name in files:
+        os.chmod(os.path.join(folder, name), 0o644)
     if root.exists():
       shutil.rmtree(root)  # holds our manifest, or is empty
     os.replace(new, root)

@@ -4,9 +4,12 @@
 
 Three processes, so that nothing the tests start can speak for them:
 
-* the reporter reads the nonce after it has split off the others, hides its memory, and alone holds the output pipe;
+* the reporter reads the nonce after it has split off the others, and alone holds the output pipe;
 * the supervisor gives every test its time and starts anew after one that took its process down;
 * the worker loads the test file and runs the tests.  Its standard streams lead nowhere.
+
+All three close their memory and their descriptors to other processes; a program that a test starts is not so protected,
+and that is what it is kept from.
 
 Prints `<nonce> ready` and, at the end, `<nonce> <test> <1 or 0> <message>` per test and `<nonce> end`.
 """
@@ -25,8 +28,14 @@ class TestTimeout(BaseException):
   """Raised by the alarm; no `except Exception` of a test can swallow it."""
 
 
-def _on_alarm(signum, frame):
-  raise TestTimeout()
+def arm(seconds):
+  """Interrupts this process in `seconds`; 0 takes that back."""
+
+  def on_alarm(signum, frame):
+    raise TestTimeout('no answer within %g s' % seconds)
+
+  signal.signal(signal.SIGALRM, on_alarm)
+  signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def main():
@@ -35,6 +44,7 @@ def main():
   null = os.open(os.devnull, os.O_RDWR)
   for fd in (0, 1, 2):
     os.dup2(null, fd)
+  hide_memory()
   go_read, go_write = os.pipe()
   result_read, result_write = os.pipe()
   if os.fork() == 0:
@@ -45,7 +55,6 @@ def main():
     supervise(path, float(per_test_s), float(total_s), site, names, result_write)
     os._exit(0)
   os.close(result_write)
-  hide_memory()
   with open(channel, 'rb', buffering=0) as source:  # a FIFO: what has been read is gone
     nonce = source.read(64)
   os.write(report_fd, b'\n' + nonce + b' ready\n')
@@ -55,12 +64,12 @@ def main():
 
 
 def hide_memory():
-  """Closes /proc/<pid>/{mem,fd,environ} to processes of the same user."""
+  """Closes /proc/<pid>/{mem,fd,environ} to processes of the same user: here and in what is forked, until it executes."""
   try:
     import ctypes
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
   except (ImportError, OSError, AttributeError):
-    pass  # an interpreter without ctypes: the nonce in memory is then guarded by the kernel's ptrace policy alone
+    pass  # an interpreter without ctypes: the kernel's ptrace policy is then the only guard
 
 
 def read_lines(fd):
@@ -116,7 +125,6 @@ def supervise(path, per_test_s, total_s, site, names, result_fd):
 
 def work(path, per_test_s, site, names, fd):
   """Runs tests in order, one line each as it ends."""
-  signal.signal(signal.SIGALRM, _on_alarm)
   if site != '-':
     work_with_pytest(path, per_test_s, site, names, fd)
     return
@@ -130,13 +138,11 @@ def work(path, per_test_s, site, names, fd):
 def run_guarded(per_test_s, call):
   """Returns '' when the call returns, else what went wrong."""
   try:
-    signal.setitimer(signal.ITIMER_REAL, per_test_s)
+    arm(per_test_s)
     try:
       call()
     finally:
-      signal.setitimer(signal.ITIMER_REAL, 0)
-  except TestTimeout:
-    return 'no answer within %g s' % per_test_s
+      arm(0)
   except BaseException as e:  # SystemExit included: a test that exits has not passed
     return '%s: %s' % (type(e).__name__, e) if str(e) else type(e).__name__
   return ''
@@ -169,11 +175,11 @@ def work_with_pytest(path, per_test_s, site, names, fd):
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item, nextitem):
-      signal.setitimer(signal.ITIMER_REAL, per_test_s)
+      arm(per_test_s)
       try:
         return (yield)
       finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        arm(0)
 
     def pytest_runtest_logreport(self, report):
       name = self.name(report.nodeid)
@@ -189,7 +195,7 @@ def work_with_pytest(path, per_test_s, site, names, fd):
     pytest.main(['-q', '-p', 'no:cacheprovider', '-c', os.devnull, '--rootdir', os.path.dirname(path), '--confcutdir',
                  os.path.dirname(path), path], plugins=[collect])
   except BaseException as e:
-    failure = 'no answer within %g s' % per_test_s if isinstance(e, TestTimeout) else '%s: %s' % (type(e).__name__, e)
+    failure = '%s: %s' % (type(e).__name__, e)
   for name in names:
     message = collect.failed.get(name) or ('' if collect.cases.get(name) == 0 else failure or 'did not run')
     os.write(fd, result_line(name, not message, message))

@@ -88,7 +88,8 @@ class EngineControl:
     try:
       return WeightInfo(int(info['weight_version']), str(info.get('checksum') or ''))
     except (KeyError, TypeError, ValueError) as e:
-      raise types.InfrastructureError(f'engine {self.url} reports no usable weight version: {info!r}.  Publish a version first') from e
+      raise types.InfrastructureError(f'engine {self.url} reports no usable weight version: {info!r}.  Publish a version '
+                                      'first') from e
 
   def models(self) -> list[dict[str, Any]]:
     """The /v1/models entries."""

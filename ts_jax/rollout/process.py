@@ -114,7 +114,8 @@ class EngineProcess:
     end = time.monotonic() + deadline_s
     while not (self.ready.wait(_WATCH_S) and self.pid):
       if self.failure or time.monotonic() > end:
-        raise types.InfrastructureError(self.failure or f'engine {self.url} was not ready within {deadline_s:g} s: {self._log_tail()}')
+        raise types.InfrastructureError(
+            self.failure or f'engine {self.url} was not ready within {deadline_s:g} s: {self._log_tail()}')
 
   def stop(self) -> None:
     """Ends the child and the supervision; safe to call twice."""
@@ -152,7 +153,9 @@ class EngineProcess:
   def _start_child(self) -> None:
     self.log_path.parent.mkdir(parents=True, exist_ok=True)
     with open(self.log_path, 'ab') as log:
-      self._child = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+      # A session of its own: Ctrl-C reaches us only, and we end the engine when nobody needs it any more.
+      self._child = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                                     start_new_session=True)
     end = time.monotonic() + self._start_timeout_s
     while True:
       if self._child.poll() is not None:

@@ -130,4 +130,5 @@ def parse_prompt_log_probs(reply: Any, token_ids: tuple[int, ...], where: str) -
     cached = ((reply.get('usage') or {}).get('prompt_tokens_details') or {}).get('cached_tokens') or 0
     return values, int(cached)
   except (KeyError, TypeError, ValueError, AttributeError) as e:
-    raise types.InfrastructureError(f'{where}: the reply holds no prompt log-probs ({type(e).__name__}: {e}): {str(reply)[:200]!r}') from e
+    raise types.InfrastructureError(f'{where}: the reply holds no prompt log-probs ({type(e).__name__}: {e}): '
+                                    f'{str(reply)[:200]!r}') from e

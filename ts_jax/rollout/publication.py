@@ -115,8 +115,8 @@ class Publisher:
       control.set_version(current.version)
       info = control.weight_info()
       if acknowledged != current.checksum or (info.checksum or current.checksum) != current.checksum:
-        raise types.InfrastructureError(f'engine {control.url} holds weights with checksum {acknowledged}, not {current.checksum} of '
-                                        f'version {current.version}: it stays paused')
+        raise types.InfrastructureError(f'engine {control.url} holds weights with checksum {acknowledged}, not '
+                                        f'{current.checksum} of version {current.version}: it stays paused')
       if info.version != current.version:
         raise types.PolicyVersionError(f'engine {control.url} acknowledged version {info.version}, not {current.version}: it stays '
                                        'paused')
@@ -143,6 +143,7 @@ class Publisher:
       futures = {e.url: pool.submit(call, e) for e in self._engines}
     failed = [(url, f.exception()) for url, f in futures.items() if f.exception()]
     if failed:
-      kind = types.PolicyVersionError if all(isinstance(e, types.PolicyVersionError) for _, e in failed) else types.InfrastructureError
+      of_version = all(isinstance(e, types.PolicyVersionError) for _, e in failed)
+      kind = types.PolicyVersionError if of_version else types.InfrastructureError
       raise kind(f'{len(failed)} of {len(futures)} engines did not take version {self.current.version}: '
                  + '; '.join(f'{url}: {e}' for url, e in failed)) from failed[0][1]

@@ -54,7 +54,8 @@ def server_command(python: pathlib.Path, model_folder: str | os.PathLike, port: 
                    dtype: str = 'float32', served_name: str = 'policy') -> list[str]:
   """The command of a server with the routes ts_jax uses (the `vllm` command of the CPU build does not start)."""
   return [
-      str(python), '-m', 'vllm.entrypoints.launchers.api_server.entry', '--model', str(model_folder), '--served-model-name', served_name,
+      str(python), '-m', 'vllm.entrypoints.launchers.api_server.entry', '--model', str(model_folder),
+      '--served-model-name', served_name,
       '--host', '127.0.0.1', '--port', str(port), '--dtype', dtype, '--enforce-eager', '--max-model-len', str(max_context),
       '--max-num-seqs', str(slots), '--block-size', '32', '--enable-scale-out', '--enable-prompt-tokens-details',
       '--disable-uvicorn-access-log', '--generation-config', 'vllm', '--logprobs-mode', 'processed_logprobs']

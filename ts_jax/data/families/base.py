@@ -10,6 +10,8 @@ from ts_jax.data.families import words
 
 Values = Mapping[str, str]
 
+ANSWERS = ('answer.txt', 'result.txt', 'output.txt', 'reply.txt', 'final.txt')
+
 
 @dataclasses.dataclass(frozen=True)
 class Check:

@@ -33,24 +33,25 @@ FOUND_FILE = base.Family(
 
 def _draw_count_files(rng):
   count = rng.randint(2, 9)
-  return {'folder': base.folder_name(rng), 'count': str(count), 'names': ' '.join(base.draw_words(rng, count))}
+  return {'folder': base.folder_name(rng), 'count': str(count), 'names': ' '.join(base.draw_words(rng, count)),
+          'answer': rng.choice(base.ANSWERS)}
 
 
 COUNT_FILES = base.Family(
     name='count_files',
     level=3,
     phrasings=(
-        'Count the files in the directory {folder}. Write the number to answer.txt.',
-        'How many files are in the directory {folder}? Write the number to answer.txt.',
-        'Look in the directory {folder}, count its files and put the number in answer.txt.',
+        'Count the files in the directory {folder}. Write the number to {answer}.',
+        'How many files are in the directory {folder}? Write the number to {answer}.',
+        'Look in the directory {folder}, count its files and put the number in {answer}.',
     ),
     draw=_draw_count_files,
     files=lambda v: {f'{v["folder"]}/{n}': n + '\n' for n in v['names'].split()},
     checks=lambda v: (
-        base.Check('nearly_right', f'assert abs(int(read("answer.txt")) - {v["count"]}) <= 1'),
-        base.Check('right', f'assert read("answer.txt") == {v["count"]!r}'),
+        base.Check('nearly_right', f'assert abs(int(read({v["answer"]!r})) - {v["count"]}) <= 1'),
+        base.Check('right', f'assert read({v["answer"]!r}) == {v["count"]!r}'),
     ),
-    solution=lambda v: f'ls {v["folder"]} | wc -l > answer.txt',
+    solution=lambda v: f'ls {v["folder"]} | wc -l > {v["answer"]}',
 )
 
 

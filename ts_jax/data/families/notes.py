@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ts_jax.data.families import base
 
-_NOTES = ('note.txt', 'memo.txt', 'info.txt', 'read.txt')
+_NOTES = ('note.txt', 'memo.txt', 'info.txt', 'page.txt', 'letter.txt', 'hint.txt')
+_JOBS = ('todo.txt', 'task.txt', 'job.txt', 'plan.txt', 'order.txt', 'guide.txt', 'next.txt', 'help.txt')
+_STARTS = ('start.txt', 'first.txt', 'begin.txt', 'map.txt', 'index.txt')
 
 
 def _draw_note_folders(rng):
@@ -32,7 +34,7 @@ NOTE_FOLDERS = base.Family(
 
 def _draw_follow_note(rng):
   name, word, other = base.draw_words(rng, 3)
-  return {'note': rng.choice(('todo.txt', 'task.txt', 'job.txt')), 'job': rng.choice(('folder', 'write', 'rename')),
+  return {'note': rng.choice(_JOBS), 'job': rng.choice(('folder', 'write', 'rename')),
           'name': name, 'word': word, 'other': other}
 
 
@@ -95,7 +97,7 @@ SECRET_WORD = base.Family(
 
 def _draw_trail(rng):
   word, middle = base.draw_words(rng, 2)
-  return {'note': 'start.txt', 'word': word, 'middle': f'{middle}.txt', 'answer': 'answer.txt'}
+  return {'note': rng.choice(_STARTS), 'word': word, 'middle': f'{middle}.txt', 'answer': rng.choice(base.ANSWERS)}
 
 
 TRAIL = base.Family(

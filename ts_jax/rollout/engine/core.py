@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import dataclasses
 import logging
 import math
 import queue
@@ -22,6 +21,7 @@ from ts_jax import types
 from ts_jax.models.config import ModelConfig
 from ts_jax.rollout.engine import cache as cache_lib
 from ts_jax.rollout.engine import forward as forward_lib
+from ts_jax.rollout.engine import requests
 from ts_jax.rollout.engine import sampling
 
 _CHUNKS = (16, 64, 256)  # compiled prefill lengths
@@ -36,89 +36,6 @@ class BusyError(types.TsJaxError):
   """The operation needs an idle or paused engine."""
 
 
-@dataclasses.dataclass
-class Request:
-  """One request inside the engine; `done` is called once, on the engine's thread, with a Result or an exception.
-
-  Attributes:
-    tokens: prompt ids.
-    max_tokens: tokens to sample at most.
-    temperature: 0 is greedy.
-    seed: non-negative, below 2**63.
-    stop_ids: sampling stops after one of them.
-    salt: prefix-sharing scope.
-    score: also return log-probs of the prompt.
-    reuse: read known prefixes.
-    done: completion callback.
-  """
-
-  tokens: tuple[int, ...]
-  max_tokens: int
-  temperature: float
-  seed: int
-  stop_ids: frozenset[int]
-  salt: str
-  score: bool
-  reuse: bool
-  done: Callable[[Any], None]
-
-
-@dataclasses.dataclass
-class Result:
-  """What became of a request.
-
-  Attributes:
-    token_ids, log_probs: sampled.
-    finish_reason: stop, length or abort.
-    stop_id: the id that stopped it.
-    spans: (version, start, end) of runs of tokens.
-    prompt_log_probs: per prompt token; None for the first, and for those read from the cache.
-    cached_tokens: prompt tokens whose keys and values were not computed for this request.
-  """
-
-  token_ids: list[int]
-  log_probs: list[float]
-  finish_reason: str
-  stop_id: int | None
-  spans: list[tuple[int, int, int]]
-  prompt_log_probs: list[float | None] | None
-  cached_tokens: int
-
-
-class _Row:
-  """A request in a slot."""
-
-  def __init__(self, request: Request, capacity: int):
-    self.request = request
-    self.ids = np.zeros(capacity, np.int32)
-    self.ids[:len(request.tokens)] = request.tokens
-    self.length = len(request.tokens)
-    self.computed = 0
-    self.cached_tokens = 0
-    self.log_probs: list[float] = []
-    self.spans: list[tuple[int, int, int]] = []
-    self.prompt_log_probs: list[float | None] = [None] * len(request.tokens)
-
-  @property
-  def prefilled(self) -> bool:
-    return self.computed >= self.length - 1
-
-  def append(self, token: int, log_prob: float, version: int) -> None:
-    self.ids[self.length] = token
-    self.length += 1
-    self.log_probs.append(log_prob)
-    n = len(self.log_probs)
-    if self.spans and self.spans[-1][0] == version:
-      self.spans[-1] = (version, self.spans[-1][1], n)
-    else:
-      self.spans.append((version, n - 1, n))
-
-  def result(self, reason: str, stop_id: int | None = None) -> Result:
-    r = self.request
-    return Result(self.ids[len(r.tokens):self.length].tolist(), self.log_probs, reason, stop_id, self.spans,
-                  self.prompt_log_probs if r.score else None, self.cached_tokens)
-
-
 class EngineCore:
   """Owns weights, caches and the engine thread.  Every public method may be called from any thread."""
 
@@ -128,7 +45,7 @@ class EngineCore:
 
     Args:
       config: sizes.
-      params: weights (contract of `models.llama`).
+      params: weights (contract of `models.llama`); emptied, see `forward.Weights`.
       slots: requests that decode together.
       max_context: prompt and sampled tokens of one request at most.
       store_bytes: bound of the prefix store.
@@ -147,8 +64,8 @@ class EngineCore:
     self._forward = forward_lib.Forward(config)
     self._cache = cache_lib.SlotCache(config, slots, max_context, store_bytes)
     self._sizes = sorted({1, *(s for s in (4, 16, 64) if s < slots), slots})  # rows of a compiled decode step
-    self._rows: dict[int, _Row] = {}
-    self._waiting: collections.deque[Request] = collections.deque()
+    self._rows: dict[int, requests.Row] = {}
+    self._waiting: collections.deque[requests.Request] = collections.deque()
     self._commands: queue.SimpleQueue = queue.SimpleQueue()
     self._paused, self._draining = paused, None
     self._error: str | None = None
@@ -164,7 +81,7 @@ class EngineCore:
     """Why the engine is dead, or None while it lives."""
     return self._error
 
-  def submit(self, request: Request) -> None:
+  def submit(self, request: requests.Request) -> None:
     """Queues a request.
 
     Raises:
@@ -172,7 +89,7 @@ class EngineCore:
     """
     self._command(lambda: self._waiting.append(request), lambda e: request.done(e))
 
-  def cancel(self, request: Request) -> None:
+  def cancel(self, request: requests.Request) -> None:
     """Forgets a request and frees its slot; its `done` is not called."""
     self._command(lambda: self._forget(request), lambda e: None)
 
@@ -200,6 +117,9 @@ class EngineCore:
   def load(self, params: Mapping[str, Any]) -> None:
     """Replaces the weights and drops every cache.
 
+    Args:
+      params: as for the constructor.
+
     Raises:
       BusyError: requests are running and the engine is not paused.
     """
@@ -225,7 +145,7 @@ class EngineCore:
         for slot in list(self._rows):
           self._finish(slot, self._rows[slot].result('abort'))
         while self._waiting:
-          self._waiting.popleft().done(Result([], [], 'abort', None, [], None, 0))
+          self._waiting.popleft().done(requests.Result([], [], 'abort', None, [], None, 0))
       if mode == 'wait' and self._rows:
         self._draining = (done, clear_cache)
         return
@@ -340,7 +260,7 @@ class EngineCore:
     for row in self._rows.values():
       row.computed = 0
 
-  def _forget(self, request: Request) -> None:
+  def _forget(self, request: requests.Request) -> None:
     if request in self._waiting:
       self._waiting.remove(request)
     for slot, row in list(self._rows.items()):
@@ -366,12 +286,12 @@ class EngineCore:
       if request.reuse:
         ahead = max((cache_lib.common_prefix(row.ids[:row.length - 1], needed) for row in self._rows.values()
                      if not row.prefilled and row.request.salt == request.salt), default=0)
-        if ahead > self._cache.available(needed, request.salt) + _WAIT_FOR_SHARED:
+        if ahead > _WAIT_FOR_SHARED and ahead > self._cache.available(needed, request.salt) + _WAIT_FOR_SHARED:
           continue  # someone is computing this prefix right now
       self._waiting.remove(request)
       slot, shared = self._cache.claim(needed, request.salt, free, request.reuse)
       free.remove(slot)
-      row = _Row(request, self.max_context + 1)
+      row = requests.Row(request, self.max_context + 1)
       row.computed = row.cached_tokens = shared
       self.stats['reused_tokens'] += shared
       self._rows[slot] = row
@@ -401,7 +321,7 @@ class EngineCore:
     self._cache.tokens[slot] = row.ids[:row.computed]
     self.stats['prefilled_tokens'] += count
 
-  def _score(self, row: _Row, hidden, start: int, count: int, length: int) -> None:
+  def _score(self, row: requests.Row, hidden, start: int, count: int, length: int) -> None:
     targets = np.zeros(length, np.int32)
     targets[:count] = row.ids[start + 1:start + count + 1]
     scored = self._forward.score(self._weights, hidden, targets, row.request.temperature or 1.0)

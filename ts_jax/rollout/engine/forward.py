@@ -51,9 +51,10 @@ class Weights:
           layers[i].setdefault(module, {})[name] = jnp.array(stacked[i], jnp.float32)
         del stacked
     self.layers = tuple(layers)
-    self.embedding = jnp.asarray(params['embed']['embedding'], jnp.float32)
-    self.head = jnp.array(np.ascontiguousarray(np.asarray(params['head']['kernel']).T), jnp.float32) if 'head' in params else self.embedding
-    self.final_norm = {'scale': jnp.asarray(params['final_norm']['scale'], jnp.float32)}
+    # Copies: an alias of a memory-mapped file would change with it.
+    self.embedding = jnp.array(params['embed']['embedding'], jnp.float32)
+    self.head = jnp.array(np.asarray(params['head']['kernel']).T, jnp.float32) if 'head' in params else self.embedding
+    self.final_norm = {'scale': jnp.array(params['final_norm']['scale'], jnp.float32)}
     jax.block_until_ready((self.layers, self.embedding, self.head, self.final_norm))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from ts_jax import types
 from ts_jax.rollout import protocol
 from ts_jax.rollout.engine import core as core_lib
+from ts_jax.rollout.engine import requests
 
 
 class BadRequest(types.TsJaxError):
@@ -49,7 +50,7 @@ def _ids(values: Any, name: str, vocab_size: int) -> tuple[int, ...]:
 
 
 def parse(body: Any, core: core_lib.EngineCore, model: str, eos_ids: tuple[int, ...],
-          done: Callable[[Any], None]) -> core_lib.Request:
+          done: Callable[[Any], None]) -> requests.Request:
   """Reads a generate request.
 
   Args:
@@ -89,7 +90,7 @@ def parse(body: Any, core: core_lib.EngineCore, model: str, eos_ids: tuple[int, 
     stop_ids |= frozenset(eos_ids)
   seed = _number(params, 'seed', None, 0, protocol.MAX_SEED, int)
   score = params.get('prompt_logprobs') is not None
-  return core_lib.Request(
+  return requests.Request(
       tokens=tokens, max_tokens=_number(params, 'max_tokens', 16, 1, 2**31, int),
       temperature=_number(params, 'temperature', 1.0, 0.0, 100.0, float),
       seed=int(np.random.default_rng().integers(protocol.MAX_SEED)) if seed is None else seed,
@@ -97,7 +98,7 @@ def parse(body: Any, core: core_lib.EngineCore, model: str, eos_ids: tuple[int, 
       reuse=not params.get('skip_reading_prefix_cache', score), done=done)
 
 
-def reply(request_id: str, request: core_lib.Request, result: core_lib.Result) -> dict[str, Any]:
+def reply(request_id: str, request: requests.Request, result: requests.Result) -> dict[str, Any]:
   """The JSON body of a generate reply."""
   body = {
       'request_id': request_id,
