@@ -17,5 +17,6 @@ def get_config():
   config.batch.group_size = 4
   config.evaluation.dev_tasks = 4
   config.evaluation.held_out_tasks = 2
+  config.schedule.pack_rows = (4, 1)
   config.checkpoint.export = False
   return config

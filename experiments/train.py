@@ -115,9 +115,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     family_of = families.__getitem__
 
   # ---- Engines start in the background while the learner compiles ------------------------------------------------------
-  cache = pathlib.Path(os.environ.get('TS_JAX_CACHE', pathlib.Path.home() / '.cache' / 'ts_jax')) / 'compiled'
-  jax.config.update('jax_compilation_cache_dir', str(cache))
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+  cache = wiring.compile_cache()
   events: queue.Queue = queue.Queue()
   engines = agents = replayer = None
   if replaying:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import os
@@ -65,6 +66,14 @@ def load_student(config) -> Student:
   tokenizer = tokenizer_lib.Tokenizer.load(folder)
   tokenizer.check_matches(model)
   return Student(folder, model, tokenizer, chat.ChatTemplate(tokenizer))
+
+
+def compile_cache() -> pathlib.Path:
+  """Folder of the persistent compilation cache, switched on for this process."""
+  folder = pathlib.Path(os.environ.get('TS_JAX_CACHE', pathlib.Path.home() / '.cache' / 'ts_jax')) / 'compiled'
+  jax.config.update('jax_compilation_cache_dir', str(folder))
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+  return folder
 
 
 def limits(config) -> limits_lib.Limits:
@@ -163,9 +172,8 @@ def max_completion_tokens(config) -> int:
 
 @dataclasses.dataclass
 class Engines:
-  """Rollout replicas: where they are, how to publish to them, and the child processes where we started them."""
+  """Rollout replicas: how to publish to them, the child processes where we started them, and their clients."""
 
-  urls: tuple[str, ...]
   publisher: publication.Publisher
   processes: tuple[process.EngineProcess, ...]
   clients: tuple[client_lib.EngineClient, ...]
@@ -176,34 +184,50 @@ class Engines:
       engine.wait_started()
 
 
+def _shares(cores: Sequence[int], replicas: int) -> list[tuple[int, ...]]:
+  """Cores of each replica: disjoint where there are enough, else all share all."""
+  if len(cores) < replicas:
+    return [tuple(cores)] * replicas
+  return [tuple(int(c) for c in part) for part in np.array_split(np.asarray(cores), replicas)]
+
+
+def _readiness(engine: process.EngineProcess):
+  """Waits until a restarted engine serves; gives up at once when it is beyond restarting."""
+  async def wait():
+    while not engine.ready.is_set():
+      if engine.failure:
+        raise types.InfrastructureError(engine.failure)
+      await asyncio.sleep(0.1)
+  return wait
+
+
 @contextlib.contextmanager
 def engines(config, student: Student, cores: Sequence[int], logs: pathlib.Path, exchange: pathlib.Path, compile_cache: pathlib.Path):
   """Starts the embedded engines (or connects to given URLs); they come up in the background, paused until published to."""
   context = limits(config).max_context_tokens
   with contextlib.ExitStack() as stack:
-    processes = ()
-    if not config.rollout.urls:
-      publisher_box: list[publication.Publisher] = []
-      share = np.array_split(np.asarray(cores), config.rollout.replicas) if len(cores) >= config.rollout.replicas else None
+    publisher = publication.Publisher([], exchange)
+    stack.callback(publisher.close)
+    if config.rollout.urls:
+      processes = ()
+      clients = tuple(client_lib.EngineClient(u, timeout_s=config.rollout.timeout_s) for u in config.rollout.urls)
+      for client in clients:
+        client.control.health()
+    else:
       processes = tuple(
           process.EngineProcess(
               student.folder, log_path=logs / f'engine-{i}.log', slots=config.rollout.slots, max_context=context,
-              prefix_store_mb=config.rollout.prefix_store_mb, cores=[int(c) for c in (share[i] if share is not None else cores)],
-              compile_cache=compile_cache, warm_up=1, bring_up=lambda control: publisher_box[0].bring_up_to_date(control))
-          for i in range(config.rollout.replicas))
-    urls = tuple(config.rollout.urls) or tuple(p.url for p in processes)
-    clients = tuple(client_lib.EngineClient(u, timeout_s=config.rollout.timeout_s) for u in urls)
-    publisher = publication.Publisher(clients, exchange)
-    stack.callback(publisher.close)
-    if processes:
-      publisher_box.append(publisher)
+              prefix_store_mb=config.rollout.prefix_store_mb, cores=share, compile_cache=compile_cache, warm_up=context,
+              bring_up=publisher.bring_up_to_date)
+          for i, share in enumerate(_shares(cores, config.rollout.replicas)))
+      clients = tuple(
+          client_lib.EngineClient(p.url, timeout_s=config.rollout.timeout_s, await_ready=_readiness(p)) for p in processes)
       for engine in processes:
         stack.callback(engine.stop)
         engine.start(wait=False)
-    else:
-      for client in clients:
-        client.control.health()
-    yield Engines(urls, publisher, processes, clients)
+    for client in clients:
+      publisher.add(client)
+    yield Engines(publisher, processes, clients)
 
 
 def exchange_folder(config, student: Student, workdir: pathlib.Path) -> pathlib.Path:

@@ -13,7 +13,10 @@ from ts_jax.data import verifier as verifier_lib
 
 @pytest.fixture(scope='session')
 def sandbox(tmp_path_factory):
-  with sandbox_lib.Sandbox(sandbox_lib.Sandbox.probe(), folder=tmp_path_factory.mktemp('sandbox')) as box:
+  backend = sandbox_lib.Sandbox.probe()
+  # Hostile scripts run in it: they would signal and write to every process of an unconfined machine.
+  assert backend.tool != 'none', 'these tests must never run unconfined'
+  with sandbox_lib.Sandbox(backend, folder=tmp_path_factory.mktemp('sandbox')) as box:
     yield box
 
 

@@ -98,7 +98,9 @@ def test_error_while_loading_fails_every_test(make_task, attempt):
 
 # The agent's program, run by the tests as a child, looks everywhere for the nonce and for the report's pipe.
 _FORGER = r'''
-import glob, os, re, signal
+import glob, os, re, sys
+if os.getcwd() != '/testbed' or len(glob.glob('/proc/[0-9]*')) > 12:
+  sys.exit('not in a sandbox')
 found = set()
 for path in glob.glob('/proc/[0-9]*/environ') + glob.glob('/proc/[0-9]*/cmdline') + glob.glob('/verifier/*.json'):
   try:
@@ -170,6 +172,23 @@ class _BrokenSandbox:
 
   async def run_once(self, argv, workdir, ro_binds=None, timeout_s=60.0, env=None):
     return dataclasses.make_dataclass('Result', ['output', 'exit_code', 'timed_out'])('', None if self.timed_out else 127, self.timed_out)
+
+
+class _EndedSandbox(_BrokenSandbox):
+  """A sandbox whose verifier gets as far as `ready`: what is left when something that the tests ran has killed it."""
+
+  async def run_once(self, argv, workdir, ro_binds=None, timeout_s=60.0, env=None):
+    folder = next(host for host, inside in ro_binds.items() if inside == '/verifier')
+    with open(f'{folder}/channel', 'rb', buffering=0) as channel:
+      nonce = channel.read(64).decode()
+    result = await super().run_once(argv, workdir)
+    result.output = f'{nonce} ready\n{nonce} test_wrote 1 \n{"0" * 32} end\n'
+    return result
+
+
+def test_verifier_that_was_killed_has_seen_nothing_pass(make_task, tmp_path):
+  verdict = asyncio.run(verifier_lib.Verifier(_EndedSandbox(False))(make_task(WROTE), tmp_path))
+  assert verdict.reward == 0.0 and 'before it could report' in verdict.messages['test_wrote']
 
 
 @pytest.mark.parametrize('timed_out', [False, True])

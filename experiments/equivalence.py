@@ -1,0 +1,144 @@
+"""Checks that streamed updates are the batch-synchronous update, on a tiny model and on the real student.
+
+    python -m experiments.equivalence --config=configs/smoke.py
+
+Real trajectories of the untrained student are recorded first (and kept in --recording for the next time).  Groups whose
+rewards are all equal have no direction; among the recorded ones, groups with a reward difference are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+from absl import app, flags, logging
+import jax
+import jax.numpy as jnp
+from ml_collections import config_flags
+import numpy as np
+
+from experiments import offline, recording, reference, wiring
+from ts_jax import types
+from ts_jax.models import llama
+from ts_jax.models.config import ModelConfig
+from ts_jax.objectives import grpo
+from ts_jax.streaming import barrier, lane as lane_lib, scheduler, sources
+from ts_jax.streaming.buckets import Buckets
+from ts_jax.telemetry import progress as progress_lib
+
+_CONFIG = config_flags.DEFINE_config_file('config', None, 'Model, tasks and batch sizes; see configs/.', lock_config=True)
+_RECORDING = flags.DEFINE_string('recording', 'runs/recording', 'Folder of the recorded batches.')
+_GROUPS = flags.DEFINE_integer('groups', 3, 'Recorded groups with a reward difference to compare.')
+_ORDERS = flags.DEFINE_integer('orders', 20, 'Random arrival orders whose parameters must have equal bits.')
+flags.mark_flags_as_required(['config'])
+
+_MAX_RECORDED = 12
+_TINY = ModelConfig(vocab_size=67, width=24, ffn_width=40, layers=3, heads=4, kv_heads=2, head_dim=6)
+
+
+def float64_error() -> float:
+  """Largest relative error of sync and thundersync over random batches of a tiny model in float64."""
+  worst = 0.0
+  with jax.enable_x64(True):
+    params = jax.tree.map(lambda x: x.astype(jnp.float64), llama.init_params(_TINY, jax.random.PRNGKey(0), scale=0.3))
+    for seed in range(4):
+      batch = offline.random_batch(np.random.default_rng(seed))
+      expected = reference.grpo_direction(_TINY, params, batch)
+      for policy in (scheduler.Policy(streaming=False, pack_rows=(2, 1)), scheduler.Policy(admission_cap=2)):
+        lane = lane_lib.Lane(0, sources.SourceFunctions(_TINY, dtype='float64'), Buckets((24,)), accumulator='float32',
+                             reward_centre=0.75)
+        got, _ = offline.batch_direction(batch, params, lane, policy, 'float32', order_seed=seed)
+        worst = max(worst, offline.relative_error(got, expected))
+  return worst
+
+
+def recorded_batch(config, folder: pathlib.Path, groups: int) -> types.LogicalBatch:
+  """A batch of `groups` recorded groups with a reward difference (their indices renumbered).
+
+  Raises:
+    TsJaxError: too few of them within the number of batches worth recording.
+  """
+  found = []
+  for updates in range(1, _MAX_RECORDED + 1):
+    run = recording.record(config, folder, updates)
+    found += [g for g in recording.batch(run, updates - 1).groups if not grpo.is_uniform([t.reward for t in g.trajectories])]
+    if len(found) >= groups:
+      break
+  else:
+    raise types.TsJaxError(f'{_MAX_RECORDED} recorded batches hold {len(found)} groups with a reward difference, fewer than '
+                           f'--groups={groups}: use easier tasks or larger groups')
+
+  def renumbered(index: int, group: types.Group) -> types.Group:
+    members = tuple(types.Trajectory.from_json({**t.to_json(), 'update': 0, 'group': index}) for t in group.trajectories)
+    return types.Group(index, group.task_id, group.prompt_ids, members)
+
+  return types.LogicalBatch(0, 0, tuple(renumbered(i, g) for i, g in enumerate(found[:groups])))
+
+
+def student_errors(config, student: wiring.Student, batch: types.LogicalBatch) -> tuple[float, float]:
+  """(relative error, 1 - cosine) of the float32 streamed direction against float64 full sequences; the larger of two schedules."""
+  with jax.enable_x64(True):
+    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), student.params())
+    expected = offline.flat(reference.grpo_direction(student.config, wide, batch, config.objective.epsilon))
+    del wide
+  params, lane = student.params(), wiring.learner_lane(config, student)
+  errors, cosines = [], []
+  for streaming in (False, True):
+    policy = scheduler.Policy(streaming=streaming, admission_cap=config.schedule.admission_cap, pack_rows=tuple(config.schedule.pack_rows))
+    direction, _ = offline.batch_direction(batch, params, lane, policy, 'float32')
+    got = offline.flat(direction)
+    errors.append(float(np.linalg.norm(got - expected) / np.linalg.norm(expected)))
+    # 1 - cos from the difference of unit vectors: 1 - dot would cancel to the rounding of the dot product.
+    cosines.append(0.5 * float(np.sum((got / np.linalg.norm(got) - expected / np.linalg.norm(expected))**2)))
+    logging.info('%s: relative error %.2e', 'thundersync' if streaming else 'sync', errors[-1])
+  return max(errors), max(cosines)
+
+
+def equal_bits(config, student: wiring.Student, batch: types.LogicalBatch, orders: int) -> tuple[bool, int]:
+  """With the exact accumulator: (sync and thundersync give the same parameter bits, number of orders that do too)."""
+  optimizer = wiring.optimizer(config)
+  functions = wiring.functions(config, student)
+  lane = lane_lib.Lane(0, functions, Buckets(tuple(config.learner.buckets)), accumulator='exact',
+                       reward_centre=config.objective.reward_centre, epsilon=config.objective.epsilon)
+
+  def new_parameters(streaming: bool, order: int) -> bytes:
+    state = barrier.init(optimizer, student.params())
+    policy = scheduler.Policy(streaming=streaming, direct=False, admission_cap=config.schedule.admission_cap)
+    direction, _ = offline.batch_direction(batch, state.params, lane, policy, 'exact', order_seed=order)
+    state, _ = barrier.apply(optimizer, state, direction)
+    return offline.bits(state.params)
+
+  with progress_lib.Progress(orders + 1, 'exact updates', 'updates') as progress:
+    sync = new_parameters(False, 0)
+    progress.advance()
+    equal = []
+    for order in range(orders):
+      equal.append(new_parameters(True, order) == sync)
+      progress.advance()
+  return equal[0], sum(equal)
+
+
+def main(argv) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f'unexpected arguments {argv[1:]}')
+  config = _CONFIG.value
+  try:
+    wiring.compile_cache()
+    tiny = float64_error()
+    student = wiring.load_student(config)
+    batch = recorded_batch(config, pathlib.Path(_RECORDING.value).resolve(), _GROUPS.value)
+    error, cosine = student_errors(config, student, batch)
+    schedules, orders = equal_bits(config, student, batch, _ORDERS.value)
+  except types.TsJaxError as e:
+    logging.error('%s: %s', type(e).__name__, e)
+    sys.exit(1)
+  print(f'tiny model, float64: relative error {tiny:.1e}')
+  print(f'student, float32, {len(batch.trajectories)} recorded trajectories: relative error {error:.1e}, 1 - cosine {cosine:.1e}')
+  print(f'student, exact accumulator: equal bits for sync and thundersync: {schedules}; for {orders} of {_ORDERS.value} arrival orders')
+  print(json.dumps({'float64_relative_error': tiny, 'float32_relative_error': error, 'one_minus_cosine': cosine,
+                    'bit_equal_schedules': schedules, 'bit_equal_orders': orders}))
+
+
+if __name__ == '__main__':
+  app.run(main)

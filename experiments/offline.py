@@ -1,0 +1,106 @@
+"""The learner's side of an update without a rollout side: a finished batch, fed in any arrival order.
+
+Used by the equivalence experiment and by the tests.
+"""
+
+from __future__ import annotations
+
+import queue
+from typing import Sequence
+
+import jax
+import numpy as np
+
+from ts_jax import types
+from ts_jax.streaming import barrier, lane as lane_lib, scheduler, update as update_lib
+
+
+def plans(batch: types.LogicalBatch) -> list[types.GroupPlan]:
+  """The plans that a batch fulfils."""
+  return [types.GroupPlan(g.index, g.task_id, g.prompt_ids, len(g.trajectories)) for g in batch.groups]
+
+
+def shuffled_arrival(batch: types.LogicalBatch, rng: np.random.Generator) -> list[types.RolloutEvent]:
+  """A random order of content and reward events; each reward comes after its content."""
+  trajectories = [t for t in batch.trajectories for _ in range(2)]
+  seen, events = set(), []
+  for i in rng.permutation(len(trajectories)):
+    t = trajectories[i]
+    events.append(types.RewardFixed(t) if t.key in seen else types.ContentFixed(t))
+    seen.add(t.key)
+  return events
+
+
+class RandomlyLate:
+  """An event stream that shows the learner the next event, or none yet, at each look: every interleaving is possible."""
+
+  def __init__(self, events: Sequence[types.RolloutEvent], rng: np.random.Generator):
+    self._events, self._rng = list(events), rng
+
+  def get(self, block: bool = True, timeout: float | None = None) -> types.RolloutEvent:
+    """As `queue.Queue.get`."""
+    del timeout
+    if not self._events or (not block and self._rng.random() < 0.5):
+      raise queue.Empty
+    return self._events.pop(0)
+
+
+def batch_direction(batch: types.LogicalBatch, params, lane: lane_lib.Lane, policy: scheduler.Policy, accumulator: str,
+                    order_seed: int = 0):
+  """Runs one update's learner side.
+
+  Args:
+    batch: a complete batch.
+    params: theta_k.
+    lane: built for `accumulator`.
+    policy: the schedule.
+    accumulator: 'float32' or 'exact'.
+    order_seed: decides the arrival order and what the learner sees when.
+
+  Returns:
+    (direction, UpdateResult).
+  """
+  rng = np.random.default_rng(order_seed)
+  events = RandomlyLate(shuffled_arrival(batch, rng), rng)
+  result = update_lib.run_update(batch.update, batch.policy_version, params, plans(batch), events, lane, policy)
+  return barrier.reduce_lanes(accumulator, result.sums), result
+
+
+def random_batch(rng: np.random.Generator, *, groups: int = 3, size: int = 4, rewards: Sequence[float] = (0.0, 0.5, 1.5),
+                 max_turns: int = 3, scored_rate: float = 0.8, vocab: int = 67) -> types.LogicalBatch:
+  """A batch with random prompts, turn structure, masks (some trajectories without a scored token) and rewards."""
+  made = []
+  for g in range(groups):
+    # Few distinct lengths: an unpadded reference compiles once for each.
+    prompt = tuple(int(i) for i in rng.integers(0, vocab, rng.choice((2, 9))))
+    members = []
+    for i in range(size):
+      cuts = np.sort(rng.integers(0, 5, 2 * rng.integers(0, max_turns)))
+      ids = tuple(int(x) for x in rng.integers(0, vocab, rng.choice((5, 12, 20))))
+      pieces = [ids[a:b] for a, b in zip((0, *cuts), (*cuts, len(ids)))]  # action, observation, action, ...
+      turns = []
+      for t, action in enumerate(pieces[::2]):
+        context = pieces[2 * t - 1] if t else ()
+        mask = tuple(bool(x) for x in rng.random(len(action)) < scored_rate)
+        sampled = types.SampledTokens(action, (-1.0,) * len(action), 0, 0, types.FinishReason.STOP)
+        turns.append(types.Turn(t, context, sampled, mask))
+      members.append(types.Trajectory(0, g, i, f'task{g}', 0, prompt, tuple(turns), types.TerminalReason.DONE,
+                                      float(rng.choice(rewards))))
+    made.append(types.Group(g, f'task{g}', prompt, tuple(members)))
+  return types.LogicalBatch(0, 0, tuple(made))
+
+
+def flat(tree) -> np.ndarray:
+  """All leaves as one float64 vector."""
+  return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
+
+
+def relative_error(got, expected) -> float:
+  """|got - expected| / |expected| over whole pytrees, in float64."""
+  expected = flat(expected)
+  return float(np.linalg.norm(flat(got) - expected) / np.linalg.norm(expected))
+
+
+def bits(tree) -> bytes:
+  """The bits of all leaves."""
+  return b''.join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))

@@ -1,0 +1,70 @@
+"""Records real batches for experiments that compare schedules on identical data: rollouts of the untrained student."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+
+from absl import logging
+
+from experiments import wiring
+from ts_jax import types
+from ts_jax.models import weights
+from ts_jax.telemetry import progress as progress_lib, rundir
+
+
+def record(config, folder: pathlib.Path, updates: int) -> rundir.RunDirectory:
+  """Makes (or finds) a run directory with the trajectories of `updates` batches at policy version 0.
+
+  Args:
+    config: as for training.
+    folder: of the recording; reused when it holds these batches already.
+    updates: batches wanted.
+  """
+  run = rundir.RunDirectory(folder)
+  size = config.batch.prompts * config.batch.group_size
+  with run:
+    run.open(config, may_change=('updates', 'schedule.name', 'schedule.accumulator', 'seed'))
+    missing = [k for k in range(updates) if len(run.read_trajectories(k)) < size]
+    if missing:
+      _sample(config, run, missing)
+  return run
+
+
+def _sample(config, run: rundir.RunDirectory, updates: list[int]) -> None:
+  student = wiring.load_student(config)
+  everything = os.sched_getaffinity(0)
+  cache = wiring.compile_cache()
+  events: list = []
+  with contextlib.ExitStack() as stack:
+    box = stack.enter_context(wiring.sandbox(config))
+    tasks = wiring.load_tasks(config, run.path, student)
+    engines = stack.enter_context(wiring.engines(config, student, sorted(everything), run.logs,
+                                                 wiring.exchange_folder(config, student, run.path), cache))
+    engines.wait_started()
+    engines.publisher.publish(student.params(), student.config, 0)
+    agents = stack.enter_context(wiring.agent_pool(config, student, box, engines.clients, events.append))
+    run.write_manifest({**rundir.environment_facts(), 'model': config.model.source, 'model_folder': str(student.folder),
+                        'model_checksum': weights.weights_checksum(student.folder),
+                        'task_families': {t.task_id: t.family for t in tasks.all}, 'sandbox': box.backend.description,
+                        'seed': config.seed})
+    with progress_lib.Progress(len(updates), 'record batches', 'batches') as progress:
+      for update in updates:
+        for trajectory in agents.submit_update(update, 0, wiring.plan_update(config, tasks, update)).result():
+          run.append_trajectory(trajectory)
+        for event in events:
+          if isinstance(event, types.Span):
+            run.append_span(event)
+        events.clear()
+        progress.advance()
+  logging.info('recorded %d batches in %s', len(updates), run.path)
+
+
+def batch(run: rundir.RunDirectory, update: int) -> types.LogicalBatch:
+  """One recorded update as a logical batch."""
+  groups: dict[int, list[types.Trajectory]] = {}
+  for t in run.read_trajectories(update):
+    groups.setdefault(t.group, []).append(t)
+  return types.LogicalBatch(update, 0, tuple(
+      types.Group(g, members[0].task_id, members[0].prompt_ids, tuple(members)) for g, members in sorted(groups.items())))

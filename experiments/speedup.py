@@ -1,0 +1,116 @@
+"""Step time of thundersync against sync on the same recorded batches, replayed so that rollout takes about as long as learning.
+
+    python -m experiments.speedup --config=configs/smoke.py
+
+The two schedules alternate within one run.  R is rollout time, L the learner's service in Sync (its cheapest pass), P the
+optimizer step; the bound is (R + L + P) / (max(R, L) + P).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import queue
+import sys
+import time
+
+from absl import app, flags, logging
+import jax
+from ml_collections import config_flags
+import numpy as np
+
+from experiments import recording, wiring
+from ts_jax import types
+from ts_jax.rollout import replay as replay_lib
+from ts_jax.streaming import barrier, scheduler, update as update_lib, warmup
+from ts_jax.streaming.buckets import Buckets
+from ts_jax.telemetry import progress as progress_lib
+
+_CONFIG = config_flags.DEFINE_config_file('config', None, 'Model, tasks and batch sizes; see configs/.', lock_config=True)
+_RECORDING = flags.DEFINE_string('recording', 'runs/recording', 'Folder of the recorded batches.')
+_BATCHES = flags.DEFINE_integer('batches', 2, 'Recorded batches to replay.')
+_ROUNDS = flags.DEFINE_integer('rounds', 2, 'Times each batch runs under each schedule.')
+flags.mark_flags_as_required(['config'])
+
+
+def step(config, student, lane, state, policy, trajectories, scale: float):
+  """One update; returns (next state, R, learner service, P, step time), seconds."""
+  events: queue.Queue = queue.Queue()
+  replayer = replay_lib.Replayer(events.put_nowait, scale, events.put_nowait)
+  begin = time.time()
+  replayer.submit_update(0, state.policy_version, trajectories)
+  result = update_lib.run_update(0, state.policy_version, state.params, replay_lib.plans(trajectories), events, lane, policy)
+  barrier_s = time.time()
+  direction = barrier.reduce_lanes(config.schedule.accumulator, result.sums)
+  rollout = result.rollout_end_s - begin
+  service = sum(s.end_s - s.start_s for s in result.spans)
+  del result
+  state, _ = barrier.apply(wiring.optimizer(config), state, direction)
+  jax.block_until_ready(state.params)
+  end = time.time()
+  replayer.close()
+  return state, rollout, service, end - barrier_s, end - begin
+
+
+def measure(config, folder: pathlib.Path) -> dict[str, float]:
+  """Runs the comparison and returns the figures."""
+  student = wiring.load_student(config)
+  run = recording.record(config, folder, _BATCHES.value)
+  batches = [run.read_trajectories(k) for k in range(_BATCHES.value)]
+  lane, buckets = wiring.learner_lane(config, student), Buckets(tuple(config.learner.buckets))
+  state = barrier.init(wiring.optimizer(config), student.params())
+  base = wiring.policy(config)
+  policies = {name: scheduler.Policy(name == 'thundersync', base.direct, base.admission_cap, base.pack_rows)
+              for name in ('sync', 'thundersync')}
+  flat = [t for b in batches for t in b]
+  prompts, longest = {len(t.prompt_ids) for t in flat}, max(len(t.completion_ids) for t in flat)
+  shapes = len({buckets.pad(n - 1) for n in prompts}) * (1 + len(warmup.shapes(buckets, longest, base.pack_rows)))
+  with progress_lib.Progress(shapes, 'compile learner', 'shapes') as compiling:
+    warmup.warm_up(wiring.functions(config, student), state.params, buckets, prompt_tokens=prompts, max_tokens=longest,
+                   rows=base.pack_rows, accumulator=config.schedule.accumulator, advance=compiling.advance)
+
+  # Balance: one Sync update per batch with all rewards at once measures L; recorded times are scaled to it.
+  scales = []
+  for trajectories in batches:
+    state, *_ = step(config, student, lane, state, policies['sync'], trajectories, 0.0)  # settles caches and buffers
+    state, _, service, _, _ = step(config, student, lane, state, policies['sync'], trajectories, 0.0)
+    recorded = max(t.reward_s for t in trajectories) - min(t.start_s for t in trajectories)
+    scales.append(service / recorded)
+
+  rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in policies}
+  with progress_lib.Progress(2 * _ROUNDS.value * len(batches), 'alternate schedules', 'updates') as progress:
+    for _ in range(_ROUNDS.value):
+      for trajectories, scale in zip(batches, scales):
+        for name, policy in policies.items():
+          state, *row = step(config, student, lane, state, policy, trajectories, scale)
+          rows[name].append(tuple(row))
+          progress.advance()
+
+  rollout, service, suffix, sync_step = np.mean(rows['sync'], axis=0)
+  _, stream_service, _, stream_step = np.mean(rows['thundersync'], axis=0)
+  bound = (rollout + service + suffix) / (max(rollout, service) + suffix)
+  speedup = sync_step / stream_step
+  print(f'R {rollout:.2f} s, L {service:.2f} s (thundersync {stream_service:.2f} s), P {suffix:.2f} s; {len(flat)} trajectories')
+  print(f'step: sync {sync_step:.2f} s, thundersync {stream_step:.2f} s; speedup {speedup:.2f} of a bound of {bound:.2f}')
+  return {'speedup': speedup, 'bound': bound, 'fraction_of_bound': speedup / bound, 'rollout_over_learner': rollout / service}
+
+
+def main(argv) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f'unexpected arguments {argv[1:]}')
+  config = _CONFIG.value
+  learner_cores, _ = wiring.split_cores(config)
+  wiring.compile_cache()
+  try:
+    recording.record(config, pathlib.Path(_RECORDING.value).resolve(), _BATCHES.value)
+    os.sched_setaffinity(0, learner_cores)
+    figures = measure(config, pathlib.Path(_RECORDING.value).resolve())
+  except types.TsJaxError as e:
+    logging.error('%s: %s', type(e).__name__, e)
+    sys.exit(1)
+  print(json.dumps({k: round(float(v), 4) for k, v in figures.items()}))
+
+
+if __name__ == '__main__':
+  app.run(main)

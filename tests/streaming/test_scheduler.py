@@ -1,0 +1,169 @@
+"""The scheduler as a state machine: random event orders, service order, caps, errors."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from ts_jax.objectives import grpo
+from ts_jax.streaming import scheduler as s
+
+
+def simulate(policy, sizes, seed, rewards=(0.0, 0.5, 1.5), lanes=1):
+  """Random interleaving of content, rewards and finished work.  Returns (final state, work in order, peak statistics)."""
+  rng = np.random.default_rng(seed)
+  state, assigned = s.start(policy, sizes, lanes)
+  running = list(assigned)
+  done, peak = [], 0
+  reward = {(g, i): float(rng.choice(rewards)) for g, m in enumerate(sizes) for i in range(m)}
+  scored = {at: int(rng.integers(0, 4)) for at in reward}
+  pending = [('content', at) for at in reward]
+  while pending or running:
+    if state.closed:
+      break
+    choices = [('event', e) for e in pending] + [('work', w) for w in running]
+    kind, item = choices[rng.integers(len(choices))]
+    if kind == 'event':
+      pending.remove(item)
+      what, at = item
+      if what == 'content':
+        pending.append(('reward', at))
+        event = s.ContentReady(*at, scored=scored[at], cost=int(rng.choice([64, 128])))
+      else:
+        event = s.RewardReady(*at, reward=reward[at])
+    else:
+      running.remove(item)
+      done.append(item.work)
+      event = s.WorkDone(item.lane, item.work)
+    state, more = s.advance(state, event)
+    running += more
+    for lane in range(lanes):
+      peak = max(peak, sum(g.statistics for g in state.groups if g.lane == lane))
+  return state, done, peak, reward, scored
+
+
+POLICIES = st.builds(
+    lambda streaming, direct, cap, rows: s.Policy(streaming, direct, cap, rows if direct else (1,)),
+    st.booleans(), st.booleans(), st.integers(1, 3), st.sampled_from([(1,), (2, 1), (4, 2, 1)]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(policy=POLICIES, sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), seed=st.integers(0, 10**9), lanes=st.integers(1, 3))
+def test_every_order_closes_and_accounts_for_every_source(policy, sizes, seed, lanes):
+  state, done, peak, reward, scored = simulate(policy, sizes, seed, lanes=lanes)
+  assert state.closed and all(g.final for g in state.groups)
+  assert peak <= policy.admission_cap
+  computed = [(w.group, i) for w in done if isinstance(w, s.SourceWork) for i in w.indices]
+  assert len(computed) == len(set(computed))
+  closed = [w.group for w in done if isinstance(w, s.CloseGroup)]
+  assert len(closed) == len(set(closed))
+  for g, size in enumerate(sizes):
+    rewards = [reward[g, i] for i in range(size)]
+    coefficients = grpo.source_coefficients(rewards)
+    for i in range(size):
+      if not scored[g, i]:
+        assert (g, i) not in computed
+      elif coefficients[i] != 0:
+        assert (g, i) in computed
+  held = [w for w in done if isinstance(w, s.SourceWork) and w.service is s.Service.CONTENT]
+  folded = {(w.group, w.index) for w in done if isinstance(w, s.FoldHeld)}
+  for w in held:
+    uniform = grpo.is_uniform([reward[w.group, i] for i in range(sizes[w.group])])
+    assert (w.group, w.indices[0]) in folded or uniform
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), seed=st.integers(0, 10**9))
+def test_sync_computes_nothing_before_the_last_reward_and_never_in_vain(sizes, seed):
+  policy = s.Policy(streaming=False)
+  state, assigned = s.start(policy, sizes)
+  assert not assigned
+  state, done, *_ = simulate(policy, sizes, seed)
+  assert state.wasted == 0 and all(w.service is s.Service.FINAL for w in done if isinstance(w, s.SourceWork))
+
+
+def begin(policy, size=2, groups=2):
+  """A state whose prompts have been computed, so that the lane is free."""
+  state, work = s.start(policy, [size] * groups)
+  while work:
+    state, work = s.advance(state, s.WorkDone(0, work[0].work))
+  return state
+
+
+def feed(state, *events):
+  issued = []
+  for event in events:
+    state, work = s.advance(state, event)
+    issued += work
+  return state, issued
+
+
+def test_service_order_is_final_then_known_then_content():
+  state = begin(s.Policy())
+  state, issued = feed(state, s.ContentReady(0, 0, 3, 64))
+  assert issued[0].work.service is s.Service.CONTENT  # nothing better: start before the verdict
+  busy = issued[0].work
+  state, issued = feed(state, s.ContentReady(0, 1, 3, 64), s.ContentReady(1, 0, 3, 64), s.ContentReady(1, 1, 3, 64),
+                       s.RewardReady(0, 1, 1.0), s.RewardReady(1, 0, 0.0), s.RewardReady(1, 1, 1.0))
+  assert not issued
+  order = []
+  work = busy
+  while len(order) < 3:
+    state, issued = feed(state, s.WorkDone(0, work))
+    work = issued[0].work
+    if isinstance(work, s.SourceWork):
+      order.append((work.group, work.service))
+  assert order == [(1, s.Service.FINAL), (1, s.Service.FINAL), (0, s.Service.KNOWN)]
+
+
+def test_only_one_gradient_waits_for_its_verdict():
+  state = begin(s.Policy())
+  state, issued = feed(state, s.ContentReady(0, 0, 3, 64), s.ContentReady(0, 1, 3, 64))
+  state, issued = feed(state, s.WorkDone(0, issued[0].work))
+  assert not issued
+  state, issued = feed(state, s.RewardReady(0, 0, 1.0))
+  assert issued[0].work == s.FoldHeld(0, 0, 1.0)
+
+
+def test_admission_cap_defers_the_next_group():
+  state = begin(s.Policy(admission_cap=1))
+  state, issued = feed(state, s.ContentReady(0, 0, 3, 64), s.RewardReady(0, 0, 1.0))
+  state, fold_work = feed(state, s.WorkDone(0, issued[0].work))
+  assert fold_work[0].work == s.FoldHeld(0, 0, 1.0)
+  state, issued = feed(state, s.WorkDone(0, fold_work[0].work), s.ContentReady(1, 0, 3, 64), s.RewardReady(1, 0, 1.0))
+  assert not issued
+  state, issued = feed(state, s.ContentReady(0, 1, 3, 64), s.RewardReady(0, 1, 0.0))
+  assert issued[0].work.group == 0
+
+
+@pytest.mark.parametrize('events, message', [
+    ((s.ContentReady(0, 0, 1, 64), s.ContentReady(0, 0, 1, 64)), 'fixed before'),
+    ((s.RewardReady(0, 0, 1.0),), 'before its content'),
+    ((s.ContentReady(0, 0, 1, 64), s.RewardReady(0, 0, 1.0), s.RewardReady(0, 0, 1.0)), 'rewarded before with 1.0'),
+    ((s.ContentReady(5, 0, 1, 64),), 'never registered'),
+    ((s.WorkDone(0, s.CloseGroup(0, (1.0, 0.0))),), 'not assigned'),
+])
+def test_impossible_events_are_errors(events, message):
+  with pytest.raises(s.SchedulerError, match=message):
+    feed(begin(s.Policy()), *events)
+
+
+def test_nothing_may_follow_the_close():
+  state = begin(s.Policy(streaming=False), size=1, groups=1)
+  state, issued = feed(state, s.ContentReady(0, 0, 1, 64), s.RewardReady(0, 0, 1.0))  # a group of one is uniform
+  assert state.closed and not issued and state.skipped == 1
+  with pytest.raises(s.SchedulerError, match='after the batch was closed'):
+    feed(state, s.ContentReady(0, 0, 1, 64))
+
+
+def test_packs_stay_within_the_permitted_padding():
+  policy = s.Policy(streaming=False, pack_rows=(2, 1), pack_waste=1.2)
+  state, _ = s.start(policy, [3])
+  state, issued = feed(state, *(s.ContentReady(0, i, 1, c) for i, c in enumerate((64, 512, 64))),
+                       *(s.RewardReady(0, i, r) for i, r in enumerate((0.0, 1.0, 1.0))))
+  assert issued[0].work.indices == (0, 2)
+
+
+@pytest.mark.parametrize('settings_', [dict(admission_cap=0), dict(direct=False, pack_rows=(2, 1)), dict(pack_rows=(2,))])
+def test_contradictory_policies_are_refused(settings_):
+  with pytest.raises(ValueError):
+    s.Policy(**settings_)
