@@ -24,6 +24,7 @@ def get_config():
   config.rollout.slots = 16
   config.schedule.pack_rows = (1,)  # fewer shapes to compile; packing gains little on a CPU
   config.learner.buckets = (64, 128, 192, 256, 320, 384, 512)
+  config.tasks.families = ('make_folder', 'rename_file', 'write_word', 'follow_note', 'secret_word', 'note_folders')
   config.tasks.dev_fraction = 0.1
   config.evaluation.update(dict(dev_tasks=24, held_out_tasks=8, attempts=1))
   config.checkpoint.every = 8

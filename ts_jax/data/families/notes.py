@@ -18,9 +18,9 @@ NOTE_FOLDERS = base.Family(
     name='note_folders',
     level=2,
     phrasings=(
-        'The file {note} has two names in it. Make a directory for each name.',
-        'Read {note}. It holds two words. Make two directories named after them.',
-        'Make two directories here. Their names are in the file {note}.',
+        'First cat {note}, then make the two directories named in it.',
+        'The file {note} names two directories. First cat it, then make both.',
+        'Read {note} and make a directory for each of the two names in it.',
     ),
     draw=_draw_note_folders,
     files=lambda v: {v['note']: f'{v["first"]} {v["second"]}\n'},
@@ -40,7 +40,7 @@ def _draw_follow_note(rng):
 
 def _follow_note_files(v):
   text = {'folder': f'Make a directory named {v["name"]}.',
-          'write': f'Write the word {v["word"]} to the file {v["name"]}.txt.',
+          'write': f'Write the word {v["word"]} to {v["name"]}.txt.',
           'rename': f'Rename the file {v["other"]}.txt to {v["name"]}.txt.'}[v['job']]
   files = {v['note']: text + '\n'}
   if v['job'] == 'rename':
@@ -63,9 +63,9 @@ FOLLOW_NOTE = base.Family(
     name='follow_note',
     level=2,
     phrasings=(
+        'First cat {note}, then do what it says.',
+        'Run cat {note} and do what it says.',
         'Read the file {note} and do what it says.',
-        'Your job is in the file {note}. Read it first, then do it.',
-        'The file {note} tells you what to do. Please do it.',
     ),
     draw=_draw_follow_note,
     files=_follow_note_files,
@@ -84,9 +84,9 @@ SECRET_WORD = base.Family(
     name='secret_word',
     level=2,
     phrasings=(
-        'The file {note} tells you the secret word. Write only that word to {file}.',
-        'Read {note} to learn the secret word. Then write the word to the file {file}.',
-        'Find the secret word in {note} and put it, alone, in a new file named {file}.',
+        'First cat {note}, then write the secret word to {file}.',
+        'The secret word is in {note}. First cat it, then write the word to {file}.',
+        'Read {note} to learn the secret word. Then write only that word to {file}.',
     ),
     draw=_draw_secret_word,
     files=lambda v: {v['note']: f'The secret word is {v["word"]}\n'},
