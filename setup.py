@@ -18,7 +18,6 @@ LEARNER = [
     'optax>=0.2.5,<0.3',
     'orbax-checkpoint>=0.11,<0.13',
     'psutil>=6,<8',
-    'safetensors>=0.5,<0.9',
     'tensorboardX>=2.6,<3',
     'tokenizers>=0.22,<0.24',
 ]
@@ -26,6 +25,7 @@ TEST = [
     'hypothesis>=6.100,<7',
     'pytest>=8.3,<10',
     'pytest-timeout>=2.3,<3',
+    'safetensors>=0.5,<0.9',
 ]
 
 setuptools.setup(
@@ -33,6 +33,7 @@ setuptools.setup(
     version='0.1.0',
     description='Agentic RL post-training in JAX: streamed gradients, zero policy staleness, no idle learner.',
     python_requires='>=3.11,<3.14',
+    package_data={'ts_jax.telemetry.report': ['assets/*']},
     packages=setuptools.find_packages(include=['ts_jax', 'ts_jax.*']),
     install_requires=LEARNER,
     extras_require={'test': TEST, 'gpu': ['jax[cuda12]>=0.10.0,<0.11']},

@@ -23,7 +23,7 @@ def get_config():
       max_observation_tokens=64, tool_timeout_s=5.0, concurrency=24))
   config.rollout.slots = 16
   config.schedule.pack_rows = (1,)  # fewer shapes to compile; packing gains little on a CPU
-  config.learner.buckets = (64, 128, 192, 256, 320, 384, 512)
+  config.learner.buckets = (64, 128, 224, 320, 416, 512)
   config.tasks.families = ('make_folder', 'rename_file', 'write_word', 'follow_note', 'secret_word', 'note_folders')
   config.tasks.dev_fraction = 0.1
   config.evaluation.update(dict(dev_tasks=24, held_out_tasks=8, attempts=1))

@@ -63,7 +63,8 @@ def main(argv) -> None:
     raise app.UsageError(f'unexpected arguments {argv[1:]}')
   if not flags.FLAGS['verbosity'].present:
     logging.set_verbosity(logging.WARNING)
-  signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+  signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
+  signal.signal(signal.SIGTERM, signal.default_int_handler)
   try:
     train(_CONFIG.value, pathlib.Path(_WORKDIR.value).resolve())
   except types.TsJaxError as e:

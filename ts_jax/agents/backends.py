@@ -152,7 +152,7 @@ class Backend:
 
   def _unshare(self, command, binds, limits, user_id, mount_point) -> list[str]:
     q = shlex.quote
-    lines = ['set -e', 'mount --make-rprivate /', 'R="$1"; shift', 'mount -t tmpfs -o mode=0755 tmpfs "$R"',
+    lines = ['umask 022', 'set -e', 'mount --make-rprivate /', 'R="$1"; shift', 'mount -t tmpfs -o mode=0755 tmpfs "$R"',
              'mkdir -p "$R"/usr "$R"/etc "$R"/proc "$R"/dev "$R"/home', 'ro() { mount --rbind "$1" "$R$2"; '
              'mount -o remount,bind,ro "$R$2" 2>/dev/null || mount -o remount,bind,ro,nosuid,nodev "$R$2"; }', 'ro /usr /usr']
     for link, target in _system_links():
@@ -173,7 +173,7 @@ class Backend:
       lines.append(f'{make}; ' + (f'mount --rbind {q(bind.host)} "$R"{inside}' if bind.writable else f'ro {q(bind.host)} {inside}'))
     # pivot_root onto itself stacks the old root under the new one; the lazy unmount then drops it.
     lines += ['mount -t proc -o nosuid,nodev,noexec proc "$R"/proc', 'mount -o remount,bind,ro "$R"', 'cd "$R"',
-              f'PATH={_OUTER_PATH} pivot_root . .',               'umount -l .', f'cd {q(WORK_DIR)}',
+              f'PATH={_OUTER_PATH} pivot_root . .', 'umount -l .', f'cd {q(WORK_DIR)}',
               'exec "$@"']
     namespaces = ['--mount', '--pid', '--fork', '--kill-child', '--net', '--ipc', '--uts']
     if not self.as_root:
