@@ -17,12 +17,12 @@ LEARNER = [
     'numpy>=2.0,<3',
     'optax>=0.2.5,<0.3',
     'orbax-checkpoint>=0.11,<0.13',
-    'psutil>=6,<8',
     'tensorboardX>=2.6,<3',
     'tokenizers>=0.22,<0.24',
 ]
 TEST = [
     'hypothesis>=6.100,<7',
+    'psutil>=6,<8',
     'pytest>=8.3,<10',
     'pytest-timeout>=2.3,<3',
     'safetensors>=0.5,<0.9',

@@ -72,8 +72,9 @@ def main(argv) -> None:
   import jax.numpy as jnp
   from ts_jax.kernels import logprob
   from ts_jax.models import llama, source, weights
-  from ts_jax.streaming import sources
+  from ts_jax.streaming import host_memory, sources
 
+  host_memory.keep_freed_memory()
   folder = source.resolve_model(_MODEL.value)
   config = weights.load_config(folder)
   params = jax.tree.map(jnp.asarray, weights.load_params(folder))

@@ -124,7 +124,7 @@ def main(argv) -> None:
     raise app.UsageError(f'unexpected arguments {argv[1:]}')
   config = _CONFIG.value
   try:
-    wiring.compile_cache()
+    wiring.prepare_process()
     tiny = float64_error()
     student = wiring.load_student(config)
     batch = recorded_batch(config, pathlib.Path(_RECORDING.value).resolve(), _GROUPS.value)

@@ -35,7 +35,7 @@ def record(config, folder: pathlib.Path, updates: int) -> rundir.RunDirectory:
 def _sample(config, run: rundir.RunDirectory, updates: list[int]) -> None:
   student = wiring.load_student(config)
   everything = os.sched_getaffinity(0)
-  cache = wiring.compile_cache()
+  cache = wiring.prepare_process()
   events: list = []
   with contextlib.ExitStack() as stack:
     box = stack.enter_context(wiring.sandbox(config))

@@ -101,7 +101,7 @@ def main(argv) -> None:
     raise app.UsageError(f'unexpected arguments {argv[1:]}')
   config = _CONFIG.value
   learner_cores, _ = wiring.split_cores(config)
-  wiring.compile_cache()
+  wiring.prepare_process()
   try:
     recording.record(config, pathlib.Path(_RECORDING.value).resolve(), _BATCHES.value)
     os.sched_setaffinity(0, learner_cores)

@@ -116,7 +116,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     family_of = families.__getitem__
 
   # ---- Engines start in the background while the learner compiles ------------------------------------------------------
-  cache = wiring.compile_cache()
+  cache = wiring.prepare_process()
   events: queue.Queue = queue.Queue()
   engines = agents = replayer = None
   if replaying:

@@ -20,7 +20,7 @@ from ts_jax.data import demonstrations, generator, splits, tasks as tasks_lib, v
 from ts_jax.models import chat, source, tokenizer as tokenizer_lib, weights
 from ts_jax.models.config import ModelConfig
 from ts_jax.rollout import client as client_lib, process, publication
-from ts_jax.streaming import barrier, lane as lane_lib, scheduler, sources
+from ts_jax.streaming import barrier, host_memory, lane as lane_lib, scheduler, sources
 from ts_jax.streaming.buckets import Buckets
 
 _WEIGHTS_SLACK = 3  # a publication briefly needs two files, and something should stay free
@@ -68,8 +68,9 @@ def load_student(config) -> Student:
   return Student(folder, model, tokenizer, chat.ChatTemplate(tokenizer))
 
 
-def compile_cache() -> pathlib.Path:
-  """Folder of the persistent compilation cache, switched on for this process."""
+def prepare_process() -> pathlib.Path:
+  """Switches on the persistent compilation cache (returns its folder) and keeps large host blocks in the process."""
+  host_memory.keep_freed_memory()
   folder = pathlib.Path(os.environ.get('TS_JAX_CACHE', pathlib.Path.home() / '.cache' / 'ts_jax')) / 'compiled'
   jax.config.update('jax_compilation_cache_dir', str(folder))
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)

@@ -62,7 +62,7 @@ def reduce_lanes(kind: str, batches: Sequence[fold.Sum]):
   return fold.value(kind, total, floating[0] if floating else jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3))
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
 def _step(config: OptimizerConfig, params, opt_state, direction):
   norm = optax.global_norm(direction)
   descent = jax.tree.map(jnp.negative, direction)
@@ -71,7 +71,7 @@ def _step(config: OptimizerConfig, params, opt_state, direction):
 
 
 def apply(config: OptimizerConfig, state: LearnerState, direction) -> tuple[LearnerState, float]:
-  """One ascent step along `direction` (Equation 3); consumes `state` and `direction`.
+  """One ascent step along `direction` (Equation 3); consumes `state`.
 
   Returns:
     (next state with the next policy version, global norm before clipping).
