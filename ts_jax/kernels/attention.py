@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -26,6 +27,8 @@ def prefix_attention(query: Array, key: Array, value: Array, prefix_key: Array, 
   Returns:
     [B, T, H, d] in the dtype of `query`.
   """
+  chex.assert_rank([query, key, value, prefix_key, prefix_value, prefix_length], [4, 4, 4, 3, 3, 0])
+  chex.assert_equal_shape([key, value])
   batch, length, heads, dim = query.shape
   kv_heads, past = key.shape[2], prefix_key.shape[0]
   group = heads // kv_heads

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -138,6 +139,8 @@ def weighted_score(hidden: Array, head: Array, targets: Array, weights: Array,
 
 
 def _weighted_score_fwd(hidden, head, targets, weights, temperature):
+  chex.assert_rank([hidden, head], 2)
+  chex.assert_shape([targets, weights], (hidden.shape[0],))
   hidden = jnp.where((weights != 0)[:, None], hidden, 0)  # 0 * NaN would be NaN
   if _fits_budget(hidden.shape[0], head.shape[0], _wide(hidden)):
     log_probs, probs = _dense_log_probs(hidden, head, targets, temperature)
