@@ -153,7 +153,7 @@ def write_run(folder: Path, model_folder: Path, updates: int = _UPDATES, groups:
   """Writes a finished run and closes it."""
   tokenizer = tokenizer_lib.Tokenizer.load(model_folder)
   run = rundir.RunDirectory(folder)
-  run.open({'seed': 42, 'updates': updates, 'schedule': 'thundersync', 'rollout': {'slots': _SLOTS, 'temperature': 1.0},
+  run.open({'seed': 42, 'updates': updates, 'schedule': {'name': 'thundersync'}, 'rollout': {'slots': _SLOTS, 'temperature': 1.0},
             'batch': {'prompts': groups, 'group_size': size}, 'optimizer': {'learning_rate': 2e-5, 'clip': 1.0}})
   writer = metrics.MetricsWriter(run)
   start_s, families = _START_S, {}

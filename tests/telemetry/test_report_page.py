@@ -89,7 +89,7 @@ def test_the_data_is_that_of_the_run(finished_run, text):
   data = Page(text).data
   assert [u['update'] for u in data['updates']] == [0, 1, 2, 3, 4]
   assert {e['split'] for e in data['evals']} == {'dev', 'held_out'}
-  assert data['config']['schedule'] == 'thundersync' and data['manifest']['sandbox'] == 'bubblewrap' and data['notes'] == []
+  assert data['config']['schedule'] == {'name': 'thundersync'} and data['manifest']['sandbox'] == 'bubblewrap' and data['notes'] == []
   trace = finished_run.read_trace()
   for update in range(5):
     spans = [s for s in trace if s.update == update]

@@ -30,7 +30,7 @@ function drawOverview() {
   const lane = busy + UPDATES.reduce((sum, u) => sum + (u.learner_idle_s || 0), 0);
   const planned = lookup(config, 'updates', 'train.updates');
   const facts = [
-    ['schedule', lookup(config, 'schedule', 'streaming.schedule', 'schedule.name')],
+    ['schedule', lookup(config, 'schedule.name')],
     ['seed', lookup(config, 'seed') ?? lookup(manifest, 'seed')],
     ['updates', isNumber(planned) && planned !== UPDATES.length ? `${UPDATES.length} of ${planned}` : UPDATES.length],
     ['trajectories', count(UPDATES.reduce((sum, u) => sum + (u.trajectories || 0), 0))],
