@@ -433,7 +433,8 @@ def test_interrupt_leaves_no_process_and_no_folder(backend, tmp_path, processes_
   mark = f'12{secrets.randbelow(10**6)}.{secrets.randbelow(10**6)}'
   (tmp_path / 'task').mkdir()
   script = textwrap.dedent(f'''
-      import types as t
+      import signal, types as t
+      signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
       from ts_jax import types
       from ts_jax.agents import environment, loop, pool, sandbox
       class Engine:

@@ -71,7 +71,7 @@ def test_what_must_be_found_is_not_in_the_instruction(tmp_path, family):
 
 def test_instructions_are_short_and_differ(tmp_path):
   tasks = tasks_lib.load_tasks(generator.generate(tmp_path / 'tasks', instances=30))
-  assert all(5 <= len(t.instruction.split()) <= 35 for t in tasks)
+  assert all(4 <= len(t.instruction.split()) <= 35 for t in tasks)
   by_family = collections.Counter(t.family for t in tasks if t.level > 1)
   assert sum(by_family.values()) > len(tasks) / 2
   shown = {m['content'] for d in demonstrations.DEMONSTRATIONS for m in d}
