@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import json
 import pathlib
-import sys
 
-from absl import app, flags, logging
+from absl import flags
 import jax
 import jax.numpy as jnp
 from ml_collections import config_flags
 import numpy as np
 
-from experiments import offline, recording, reference, wiring
+from experiments import cli, offline, recording, reference, wiring
 from ts_jax import types
 from ts_jax.models import llama
 from ts_jax.models.config import ModelConfig
@@ -91,7 +90,6 @@ def student_errors(config, student: wiring.Student, batch: types.LogicalBatch) -
     errors.append(float(np.linalg.norm(got - expected) / np.linalg.norm(expected)))
     # 1 - cos from the difference of unit vectors: 1 - dot would cancel to the rounding of the dot product.
     cosines.append(0.5 * float(np.sum((got / np.linalg.norm(got) - expected / np.linalg.norm(expected))**2)))
-    logging.info('%s: relative error %.2e', 'thundersync' if streaming else 'sync', errors[-1])
   return max(errors), max(cosines)
 
 
@@ -119,20 +117,14 @@ def equal_bits(config, student: wiring.Student, batch: types.LogicalBatch, order
   return equal[0], sum(equal)
 
 
-def main(argv) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unexpected arguments {argv[1:]}')
+def main() -> None:
   config = _CONFIG.value
-  try:
-    wiring.prepare_process()
-    tiny = float64_error()
-    student = wiring.load_student(config)
-    batch = recorded_batch(config, pathlib.Path(_RECORDING.value).resolve(), _GROUPS.value)
-    error, cosine = student_errors(config, student, batch)
-    schedules, orders = equal_bits(config, student, batch, _ORDERS.value)
-  except types.TsJaxError as e:
-    logging.error('%s: %s', type(e).__name__, e)
-    sys.exit(1)
+  wiring.prepare_process()
+  tiny = float64_error()
+  student = wiring.load_student(config)
+  batch = recorded_batch(config, pathlib.Path(_RECORDING.value).resolve(), _GROUPS.value)
+  error, cosine = student_errors(config, student, batch)
+  schedules, orders = equal_bits(config, student, batch, _ORDERS.value)
   print(f'tiny model, float64: relative error {tiny:.1e}')
   print(f'student, float32, {len(batch.trajectories)} recorded trajectories: relative error {error:.1e}, 1 - cosine {cosine:.1e}')
   print(f'student, exact accumulator: equal bits for sync and thundersync: {schedules}; for {orders} of {_ORDERS.value} arrival orders')
@@ -141,4 +133,4 @@ def main(argv) -> None:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  cli.run(main)

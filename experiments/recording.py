@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-
-from absl import logging
+from typing import Sequence
 
 from experiments import wiring
 from ts_jax import types
@@ -14,13 +13,14 @@ from ts_jax.models import weights
 from ts_jax.telemetry import progress as progress_lib, rundir
 
 
-def record(config, folder: pathlib.Path, updates: int) -> rundir.RunDirectory:
+def record(config, folder: pathlib.Path, updates: int, engine_cores: Sequence[int] | None = None) -> rundir.RunDirectory:
   """Makes (or finds) a run directory with the trajectories of `updates` batches at policy version 0.
 
   Args:
     config: as for training.
     folder: of the recording; reused when it holds these batches already.
     updates: batches wanted.
+    engine_cores: cores of the engine; default: those of this process.
   """
   run = rundir.RunDirectory(folder)
   size = config.batch.prompts * config.batch.group_size
@@ -28,19 +28,18 @@ def record(config, folder: pathlib.Path, updates: int) -> rundir.RunDirectory:
     run.open(config, may_change=('updates', 'schedule.name', 'schedule.accumulator', 'seed'))
     missing = [k for k in range(updates) if len(run.read_trajectories(k)) < size]
     if missing:
-      _sample(config, run, missing)
+      _sample(config, run, missing, engine_cores or sorted(os.sched_getaffinity(0)))
   return run
 
 
-def _sample(config, run: rundir.RunDirectory, updates: list[int]) -> None:
+def _sample(config, run: rundir.RunDirectory, updates: list[int], engine_cores: Sequence[int]) -> None:
   student = wiring.load_student(config)
-  everything = os.sched_getaffinity(0)
   cache = wiring.prepare_process()
   events: list = []
   with contextlib.ExitStack() as stack:
     box = stack.enter_context(wiring.sandbox(config))
     tasks = wiring.load_tasks(config, run.path, student)
-    engines = stack.enter_context(wiring.engines(config, student, sorted(everything), run.logs,
+    engines = stack.enter_context(wiring.engines(config, student, engine_cores, run.logs,
                                                  wiring.exchange_folder(config, student, run.path), cache))
     engines.wait_started()
     engines.publisher.publish(student.params(), student.config, 0)
@@ -58,7 +57,6 @@ def _sample(config, run: rundir.RunDirectory, updates: list[int]) -> None:
             run.append_span(event)
         events.clear()
         progress.advance()
-  logging.info('recorded %d batches in %s', len(updates), run.path)
 
 
 def batch(run: rundir.RunDirectory, update: int) -> types.LogicalBatch:

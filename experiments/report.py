@@ -3,10 +3,9 @@
     python -m experiments.report --workdir=RUN
 """
 
-from absl import app
 from absl import flags
 
-from ts_jax import types
+from experiments import cli
 from ts_jax.telemetry import report
 from ts_jax.telemetry import rundir
 from ts_jax.telemetry.report import collect
@@ -16,14 +15,10 @@ _OUTPUT = flags.DEFINE_string('output', None, 'HTML file to write.  Default: rep
 _MAX_TRAJECTORIES = flags.DEFINE_integer('max_trajectories', collect.Caps.trajectories, 'Most trajectories the page carries.', lower_bound=1)
 
 
-def main(argv):
-  del argv
-  try:
-    path = report.build_report(rundir.RunDirectory(_WORKDIR.value), _OUTPUT.value, collect.Caps(trajectories=_MAX_TRAJECTORIES.value))
-  except types.TsJaxError as e:
-    raise SystemExit(f'error: {e}') from e
+def main() -> None:
+  path = report.build_report(rundir.RunDirectory(_WORKDIR.value), _OUTPUT.value, collect.Caps(trajectories=_MAX_TRAJECTORIES.value))
   print(f'{path.resolve()} ({path.stat().st_size / 2**20:.1f} MiB)')
 
 
 if __name__ == '__main__':
-  app.run(main)
+  cli.run(main)

@@ -12,16 +12,14 @@ import json
 import os
 import pathlib
 import queue
-import sys
 import time
 
-from absl import app, flags, logging
+from absl import flags
 import jax
 from ml_collections import config_flags
 import numpy as np
 
-from experiments import recording, wiring
-from ts_jax import types
+from experiments import cli, recording, wiring
 from ts_jax.rollout import replay as replay_lib
 from ts_jax.streaming import barrier, scheduler, update as update_lib, warmup
 from ts_jax.streaming.buckets import Buckets
@@ -96,21 +94,15 @@ def measure(config, folder: pathlib.Path) -> dict[str, float]:
   return {'speedup': speedup, 'bound': bound, 'fraction_of_bound': speedup / bound, 'rollout_over_learner': rollout / service}
 
 
-def main(argv) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unexpected arguments {argv[1:]}')
-  config = _CONFIG.value
-  learner_cores, _ = wiring.split_cores(config)
+def main() -> None:
+  config, folder = _CONFIG.value, pathlib.Path(_RECORDING.value).resolve()
+  learner_cores, engine_cores = wiring.split_cores(config)
+  os.sched_setaffinity(0, learner_cores)  # before JAX starts its threads
   wiring.prepare_process()
-  try:
-    recording.record(config, pathlib.Path(_RECORDING.value).resolve(), _BATCHES.value)
-    os.sched_setaffinity(0, learner_cores)
-    figures = measure(config, pathlib.Path(_RECORDING.value).resolve())
-  except types.TsJaxError as e:
-    logging.error('%s: %s', type(e).__name__, e)
-    sys.exit(1)
+  recording.record(config, folder, _BATCHES.value, engine_cores)
+  figures = measure(config, folder)
   print(json.dumps({k: round(float(v), 4) for k, v in figures.items()}))
 
 
 if __name__ == '__main__':
-  app.run(main)
+  cli.run(main)

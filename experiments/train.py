@@ -16,9 +16,10 @@ import signal
 import sys
 import time
 
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
 
+from experiments import cli
 from ts_jax import types
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'What to run; see configs/.', lock_config=True)
@@ -58,18 +59,11 @@ class Observer:
                        reward_mean=sum(self._rewards) / done if done else None, learner_busy=min(1.0, self._busy_s / elapsed))
 
 
-def main(argv) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unexpected arguments {argv[1:]}')
-  if not flags.FLAGS['verbosity'].present:
-    logging.set_verbosity(logging.WARNING)
+def main() -> None:
   signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
   signal.signal(signal.SIGTERM, signal.default_int_handler)
   try:
     train(_CONFIG.value, pathlib.Path(_WORKDIR.value).resolve())
-  except types.TsJaxError as e:
-    logging.error('%s: %s', type(e).__name__, e)
-    sys.exit(1)
   except KeyboardInterrupt:
     command = 'python -m experiments.train ' + ' '.join(sys.argv[1:])
     print(f'\nInterrupted. Nothing is lost; resume with:\n  {command}', file=sys.stderr)
@@ -137,7 +131,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   first = 0
   if resumed and checkpoints.latest is not None:
     first, state = checkpoints.restore(state)
-    logging.info('resuming at update %d', first)
+    print(f'resuming  at update {first}', file=sys.stderr)
   if resumed:
     run.resume_at(first, keep_trajectories=True)
   run.write_manifest({
@@ -284,4 +278,4 @@ def _closing(outcome, page) -> str:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  cli.run(main)
