@@ -39,8 +39,8 @@ def _sample(config, run: rundir.RunDirectory, updates: list[int], engine_cores: 
   with contextlib.ExitStack() as stack:
     box = stack.enter_context(wiring.sandbox(config))
     tasks = wiring.load_tasks(config, run.path, student)
-    engines = stack.enter_context(wiring.engines(config, student, engine_cores, run.logs,
-                                                 wiring.exchange_folder(config, student, run.path), cache))
+    exchange = stack.enter_context(wiring.exchange_folder(config, student, run.path))
+    engines = stack.enter_context(wiring.engines(config, student, engine_cores, run.logs, exchange, cache))
     engines.wait_started()
     engines.publisher.publish(student.params(), student.config, 0)
     agents = stack.enter_context(wiring.agent_pool(config, student, box, engines.clients, events.append))

@@ -122,8 +122,8 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     replayer = replay_lib.Replayer(events.put_nowait, config.rollout.replay_scale, events.put_nowait)
     stack.callback(replayer.close)
   else:
-    engines = stack.enter_context(wiring.engines(config, student, engine_cores, run.logs,
-                                                 wiring.exchange_folder(config, student, workdir), cache))
+    exchange = stack.enter_context(wiring.exchange_folder(config, student, workdir))
+    engines = stack.enter_context(wiring.engines(config, student, engine_cores, run.logs, exchange, cache))
 
   state = barrier.init(optimizer, student.params())
   checkpoints = checkpoints_lib.Checkpoints(run.checkpoints, config.checkpoint.keep)

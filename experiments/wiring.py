@@ -261,15 +261,27 @@ def engines(config, student: Student, cores: Sequence[int], logs: pathlib.Path, 
     yield Engines(publisher, processes, clients)
 
 
-def exchange_folder(config, student: Student, workdir: pathlib.Path) -> pathlib.Path:
-  """Where published weights lie: memory when they fit there twice, else the work folder."""
-  if config.rollout.exchange != 'auto':
-    return pathlib.Path(config.rollout.exchange)
-  size = sum(f.stat().st_size for f in student.folder.glob('*.safetensors'))
+@contextlib.contextmanager
+def exchange_folder(config, student: Student, workdir: pathlib.Path):
+  """Where published weights lie: memory when they fit there twice, else the work folder.  Removed at the end.
+
+  A killed run cannot remove its own: the next one does.
+  """
   memory = pathlib.Path('/dev/shm')
-  if memory.is_dir() and shutil.disk_usage(memory).free > _WEIGHTS_SLACK * size:
-    return memory / f'ts_jax-{os.getpid()}'
-  return workdir / 'exchange'
+  if memory.is_dir():
+    for stale in memory.glob('ts_jax-*'):
+      if not pathlib.Path('/proc', stale.name.removeprefix('ts_jax-')).exists():
+        shutil.rmtree(stale, ignore_errors=True)
+  if config.rollout.exchange != 'auto':
+    yield pathlib.Path(config.rollout.exchange)
+    return
+  size = sum(f.stat().st_size for f in student.folder.glob('*.safetensors'))
+  fits = memory.is_dir() and shutil.disk_usage(memory).free > _WEIGHTS_SLACK * size
+  folder = memory / f'ts_jax-{os.getpid()}' if fits else workdir / 'exchange'
+  try:
+    yield folder
+  finally:
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def sandbox(config) -> sandbox_lib.Sandbox:

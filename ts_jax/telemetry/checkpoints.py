@@ -1,14 +1,14 @@
-"""Checkpoints of the learner: parameters, optimizer state and policy version, through orbax."""
+"""Checkpoints of the learner's state (parameters, optimizer state, policy version), through orbax."""
 
 from __future__ import annotations
 
 import pathlib
+from typing import NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
 
 from ts_jax import types
-from ts_jax.streaming import barrier
 
 
 class Checkpoints:
@@ -24,8 +24,8 @@ class Checkpoints:
     """The next update of the newest checkpoint; None without one."""
     return self._manager.latest_step()
 
-  def save(self, next_update: int, state: barrier.LearnerState) -> None:
-    """Writes a checkpoint unless one for `next_update` is there.
+  def save(self, next_update: int, state: NamedTuple) -> None:
+    """Writes a checkpoint of a named tuple of pytrees unless one for `next_update` is there.
 
     Raises:
       TsJaxError: it could not be written (a full disk, for instance).
@@ -39,11 +39,11 @@ class Checkpoints:
       raise types.TsJaxError(f'checkpoint {next_update} could not be written to {self._manager.directory}: {e}. Free space '
                              'there and run the same command again') from e
 
-  def restore(self, like: barrier.LearnerState) -> tuple[int, barrier.LearnerState]:
-    """Returns (next update, state) of the newest checkpoint, shaped and placed like `like`."""
+  def restore(self, like: NamedTuple) -> tuple[int, NamedTuple]:
+    """Returns (next update, state) of the newest checkpoint; the state has the type, shapes and placement of `like`."""
     step = self._manager.latest_step()
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
-    return step, barrier.LearnerState(**self._manager.restore(step, args=ocp.args.StandardRestore(abstract)))
+    return step, type(like)(**self._manager.restore(step, args=ocp.args.StandardRestore(abstract)))
 
   def close(self) -> None:
     """Releases the manager."""
