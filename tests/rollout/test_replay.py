@@ -1,0 +1,66 @@
+"""Replay: recorded order and times, scaled, under this run's names."""
+
+import queue
+import time
+
+import numpy as np
+import pytest
+
+from experiments import offline
+from ts_jax import types
+from ts_jax.rollout import replay
+
+
+def recorded():
+  made = []
+  for n, t in enumerate(offline.random_batch(np.random.default_rng(0), groups=2, size=2).trajectories):
+    made.append(types.Trajectory.from_json({**t.to_json(), 'start_s': 100.0, 'content_s': 100.0 + (4 - n) * 0.05,
+                                            'reward_s': 100.0 + (4 - n) * 0.05 + 0.12}))
+  return made
+
+
+def play(trajectories, scale):
+  events = queue.Queue()
+  player = replay.Replayer(lambda e: events.put((time.time(), e)), scale)
+  begin = time.time()
+  player.submit_update(7, 3, trajectories)
+  got = [events.get(timeout=5) for _ in range(2 * len(trajectories))]
+  player.close()
+  return begin, got
+
+
+@pytest.mark.parametrize('scale', [0.0, 1.0, 2.0])
+def test_events_come_in_order_at_scaled_times(scale):
+  trajectories = recorded()
+  begin, got = play(trajectories, scale)
+  contents = [e.trajectory for _, e in got if isinstance(e, types.ContentFixed)]
+  rewards = [e.trajectory for _, e in got if isinstance(e, types.RewardFixed)]
+  assert all((t.update, t.policy_version) == (7, 3) for t in contents + rewards)
+  assert all(t.reward is None for t in contents) and sorted(t.reward for t in rewards) == sorted(t.reward for t in trajectories)
+  if scale:
+    assert [(t.group, t.index) for t in contents] == [(1, 1), (1, 0), (0, 1), (0, 0)]  # the reverse of their numbers
+    for (at, event) in got:
+      due = event.trajectory.content_s if isinstance(event, types.ContentFixed) else event.trajectory.reward_s
+      assert -0.01 <= at - due < 0.5
+    assert max(t.reward_s for t in rewards) - begin == pytest.approx(0.32 * scale, abs=0.2)
+
+
+def test_plans_are_those_of_the_recording():
+  assert [(p.index, p.size) for p in replay.plans(recorded())] == [(0, 2), (1, 2)]
+
+
+def test_incomplete_recordings_and_negative_scales_are_refused():
+  unfinished = types.Trajectory.from_json({**recorded()[0].to_json(), 'reward': None})
+  with pytest.raises(types.ConfigError, match='no reward or no times'):
+    replay.schedule([unfinished], 1.0)
+  with pytest.raises(types.ConfigError, match='-1.0 is negative'):
+    replay.schedule(recorded(), -1.0)
+
+
+def test_close_stops_in_the_middle():
+  events = queue.Queue()
+  player = replay.Replayer(events.put, 100.0)
+  player.submit_update(0, 0, recorded())
+  begin = time.time()
+  player.close()
+  assert time.time() - begin < 1.0 and events.empty()
