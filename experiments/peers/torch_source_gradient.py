@@ -8,6 +8,7 @@ seconds.  Logits are made for the scored positions only, as transformers allows.
 
 import sys
 import time
+import warnings
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ import transformers
 
 
 def main():
+  warnings.filterwarnings('ignore', category=FutureWarning)  # on names of this version's checkpointing switch
+  transformers.utils.logging.disable_progress_bar()
   torch.set_num_threads(1)
   model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
   model.config.use_cache = False
@@ -34,7 +37,7 @@ def main():
     logits = model(tokens[None, :-1], logits_to_keep=at - 1).logits[0]
     score = torch.log_softmax(logits, dim=-1)[torch.arange(len(at)), tokens[at]].mean()
     score.backward()
-    print(time.perf_counter() - begin, float(score), flush=True)
+    print(time.perf_counter() - begin, float(score.detach()), flush=True)
 
 
 if __name__ == '__main__':

@@ -17,8 +17,10 @@ def full(query, key, value):
   return jnp.einsum('hts,shd->thd', jax.nn.softmax(scores), value)
 
 
+@pytest.mark.parametrize('block', [4, 256])
 @pytest.mark.parametrize('prefix, padded', [(0, 0), (7, 7), (7, 12)])
-def test_segment_over_prefix_equals_the_tail_of_the_whole(prefix, padded):
+def test_segment_over_prefix_equals_the_tail_of_the_whole(prefix, padded, block, monkeypatch):
+  monkeypatch.setattr(attention, 'QUERY_BLOCK', block)
   rng = np.random.default_rng(0)
   total, heads, kv_heads, dim = prefix + 9, 6, 2, 8
   q, k, v = (jnp.asarray(rng.normal(size=(total, h, dim)), jnp.float32) for h in (heads, kv_heads, kv_heads))
