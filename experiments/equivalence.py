@@ -33,6 +33,7 @@ _ORDERS = flags.DEFINE_integer('orders', 20, 'Random arrival orders whose parame
 flags.mark_flags_as_required(['config'])
 
 _MAX_RECORDED = 12
+_EXACT_CAP = 2  # exact statistics take 16 bytes a parameter and group
 _TINY = ModelConfig(vocab_size=67, width=24, ffn_width=40, layers=3, heads=4, kv_heads=2, head_dim=6)
 
 
@@ -102,7 +103,7 @@ def equal_bits(config, student: wiring.Student, batch: types.LogicalBatch, order
 
   def new_parameters(streaming: bool, order: int) -> bytes:
     state = barrier.init(optimizer, student.params())
-    policy = scheduler.Policy(streaming=streaming, direct=False, admission_cap=config.schedule.admission_cap)
+    policy = scheduler.Policy(streaming=streaming, direct=False, admission_cap=_EXACT_CAP)
     direction, _ = offline.batch_direction(batch, state.params, lane, policy, 'exact', order_seed=order)
     state, _ = barrier.apply(optimizer, state, direction)
     return offline.bits(state.params)
@@ -119,7 +120,7 @@ def equal_bits(config, student: wiring.Student, batch: types.LogicalBatch, order
 
 def main() -> None:
   config = _CONFIG.value
-  wiring.prepare_process()
+  wiring.compile_cache()
   tiny = float64_error()
   student = wiring.load_student(config)
   batch = recorded_batch(config, pathlib.Path(_RECORDING.value).resolve(), _GROUPS.value)

@@ -34,7 +34,7 @@ def record(config, folder: pathlib.Path, updates: int, engine_cores: Sequence[in
 
 def _sample(config, run: rundir.RunDirectory, updates: list[int], engine_cores: Sequence[int]) -> None:
   student = wiring.load_student(config)
-  cache = wiring.prepare_process()
+  cache = wiring.compile_cache()
   events: list = []
   with contextlib.ExitStack() as stack:
     box = stack.enter_context(wiring.sandbox(config))

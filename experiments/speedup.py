@@ -21,7 +21,7 @@ import numpy as np
 
 from experiments import cli, recording, wiring
 from ts_jax.rollout import replay as replay_lib
-from ts_jax.streaming import barrier, scheduler, update as update_lib, warmup
+from ts_jax.streaming import barrier, host_memory, scheduler, update as update_lib, warmup
 from ts_jax.streaming.buckets import Buckets
 from ts_jax.telemetry import progress as progress_lib
 
@@ -98,7 +98,8 @@ def main() -> None:
   config, folder = _CONFIG.value, pathlib.Path(_RECORDING.value).resolve()
   learner_cores, engine_cores = wiring.split_cores(config)
   os.sched_setaffinity(0, learner_cores)  # before JAX starts its threads
-  wiring.prepare_process()
+  host_memory.keep_freed_memory()
+  wiring.compile_cache()
   recording.record(config, folder, _BATCHES.value, engine_cores)
   figures = measure(config, folder)
   print(json.dumps({k: round(float(v), 4) for k, v in figures.items()}))

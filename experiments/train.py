@@ -90,7 +90,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   from ts_jax.evaluation import attempts
   from ts_jax.models import weights
   from ts_jax.rollout import replay as replay_lib
-  from ts_jax.streaming import barrier, update as update_lib, warmup
+  from ts_jax.streaming import barrier, host_memory, update as update_lib, warmup
   from ts_jax.streaming.buckets import Buckets
   from ts_jax.telemetry import checkpoints as checkpoints_lib, metrics, progress as progress_lib, report, rundir
 
@@ -115,7 +115,8 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   print(wiring.describe(config, student, tasks, box, engine_cores), file=sys.stderr)
 
   # ---- Engines start in the background while the learner compiles ------------------------------------------------------
-  cache = wiring.prepare_process()
+  host_memory.keep_freed_memory()
+  cache = wiring.compile_cache()
   events: queue.Queue = queue.Queue()
   engines = agents = replayer = None
   if replaying:

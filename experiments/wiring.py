@@ -21,7 +21,7 @@ from ts_jax.kernels import fold
 from ts_jax.models import chat, source, tokenizer as tokenizer_lib, weights
 from ts_jax.models.config import ModelConfig
 from ts_jax.rollout import client as client_lib, process, publication
-from ts_jax.streaming import barrier, host_memory, lane as lane_lib, scheduler, sources
+from ts_jax.streaming import barrier, lane as lane_lib, scheduler, sources
 from ts_jax.streaming.buckets import Buckets
 from ts_jax.telemetry import progress as progress_lib
 
@@ -70,9 +70,8 @@ def load_student(config) -> Student:
   return Student(folder, model, tokenizer, chat.ChatTemplate(tokenizer))
 
 
-def prepare_process() -> pathlib.Path:
-  """Switches on the persistent compilation cache (returns its folder) and keeps large host blocks in the process."""
-  host_memory.keep_freed_memory()
+def compile_cache() -> pathlib.Path:
+  """Switches on the persistent compilation cache of this process; returns its folder."""
   folder = pathlib.Path(os.environ.get('TS_JAX_CACHE', pathlib.Path.home() / '.cache' / 'ts_jax')) / 'compiled'
   jax.config.update('jax_compilation_cache_dir', str(folder))
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
