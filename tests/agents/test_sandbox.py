@@ -90,6 +90,15 @@ def test_run_once_sees_the_work_folder_and_read_only_binds(sandbox, tmp_path):
   assert not (tmp_path / 'tests' / 'x').exists()
 
 
+def test_a_bind_below_a_private_folder_is_readable(sandbox, tmp_path):
+  """A virtual environment may lie under /tmp, which the sandbox replaces by its own."""
+  (tmp_path / 'deep').mkdir()
+  (tmp_path / 'deep' / 'file').write_text('seen')
+  inside = '/tmp/some/where/deep'
+  result = run_once(sandbox, 'cat', f'{inside}/file', ro_binds={str(tmp_path / 'deep'): inside})
+  assert (result.exit_code, result.output) == (0, 'seen')
+
+
 def test_run_once_ends_what_it_started(sandbox, processes_with):
   mark = f'5{secrets.randbelow(10**6)}.{secrets.randbelow(10**6)}'
   assert run_once(sandbox, 'bash', '-c', f'setsid sleep {mark} & exit 4').exit_code == 4

@@ -215,7 +215,7 @@ def _system_files() -> list[str]:
 
 def _parents(path: str) -> list[str]:
   parents = [str(p) for p in pathlib.PurePosixPath(path).parents]
-  return [p for p in parents if p != '/' and not p.startswith(('/usr', '/proc', '/dev', WORK_DIR, '/tmp'))]
+  return [p for p in parents if p not in ('/', '/tmp') and not p.startswith(('/usr', '/proc', '/dev', WORK_DIR))]
 
 
 def _on_host(argument: str, binds: Sequence[Bind]) -> str:
