@@ -80,7 +80,7 @@ def student_errors(config, student: wiring.Student, batch: types.LogicalBatch) -
   """(relative error, 1 - cosine) of the float32 streamed direction against float64 full sequences; the larger of two schedules."""
   with jax.enable_x64(True):
     wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), student.params())
-    expected = offline.flat(reference.grpo_direction(student.config, wide, batch, config.objective.epsilon))
+    expected = offline.flat(reference.grpo_direction(student.config, wide, batch, config.objective.epsilon, 'float32'))
     del wide
   params, lane = student.params(), wiring.learner_lane(config, student)
   errors, cosines = [], []

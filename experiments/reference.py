@@ -13,14 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def logits(config, params, tokens):
-  """Logits [T, V] of one sequence [T], layer by layer."""
+def logits(config, params, tokens, rotary=None):
+  """Logits [T, V] of one sequence [T], layer by layer.
+
+  `rotary` is the dtype of the rotary angles (default: that of the parameters).  Checkpoints define them in float32
+  whatever the precision of the rest: at position 300 a float32 angle differs from the exact one by 1e-5, and that is a
+  property of the model, not an error of its gradient.
+  """
   dtype = params['embed']['embedding'].dtype
   length = len(tokens)
   half = config.head_dim // 2
-  frequencies = 1.0 / config.rope_base ** (np.arange(half) * 2.0 / config.head_dim)
-  angles = np.outer(np.arange(length), frequencies)
-  cos, sin = jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
+  exponents = jnp.arange(0, config.head_dim, 2, dtype=rotary or dtype) / config.head_dim
+  angles = jnp.arange(length, dtype=rotary or dtype)[:, None] / config.rope_base**exponents
+  cos, sin = jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
   mask = np.tril(np.ones((length, length), bool))
 
   def norm(x, scale):
@@ -49,17 +54,17 @@ def logits(config, params, tokens):
   return x @ (params['head']['kernel'] if 'head' in params else params['embed']['embedding'].T)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _score_gradient(config, params, tokens, positions, targets, coefficient):
+@functools.partial(jax.jit, static_argnums=(0, 6))
+def _score_gradient(config, params, tokens, positions, targets, coefficient, rotary):
   """Gradient of coefficient * sum_t log pi(target_t) for one sequence."""
   def score(p):
-    table = jax.nn.log_softmax(logits(config, p, tokens), axis=-1)
+    table = jax.nn.log_softmax(logits(config, p, tokens, rotary), axis=-1)
     return coefficient * jnp.sum(table[positions, targets])
 
   return jax.grad(score)(params)
 
 
-def grpo_direction(config, params, batch, epsilon=1e-6):
+def grpo_direction(config, params, batch, epsilon=1e-6, rotary=None):
   """Ascent direction of a batch: mean over trajectories of A_i / L_i sum_t grad log pi (Equations 4 to 6, Appendix D.1)."""
   total = jax.tree.map(jnp.zeros_like, params)
   for group in batch.groups:
@@ -73,6 +78,6 @@ def grpo_direction(config, params, batch, epsilon=1e-6):
       if not len(at):
         continue
       coefficient = advantage / len(rewards) / len(batch.groups) / len(at)
-      gradient = _score_gradient(config, params, tokens[:-1], at - 1, tokens[at], coefficient)
+      gradient = _score_gradient(config, params, tokens[:-1], at - 1, tokens[at], coefficient, rotary)
       total = jax.tree.map(jnp.add, total, gradient)
   return total
