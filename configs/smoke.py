@@ -1,8 +1,8 @@
-"""A short run of the whole loop on real weights and real tools: three updates, two groups of four.
+"""A short run of the whole loop on real weights and real tools: three updates of three groups of four.
 
     python -m experiments.train --config=configs/smoke.py --workdir=runs/smoke
 
-Expect about two minutes on two cores after the first compilation.  `experiments.equivalence` and
+The untrained student solves little: expect most groups uniform.  `experiments.equivalence` and
 `experiments.speedup` take their sizes from here too.
 """
 

@@ -85,7 +85,8 @@ def student_errors(config, student: wiring.Student, batch: types.LogicalBatch) -
   params, lane = student.params(), wiring.learner_lane(config, student)
   errors, cosines = [], []
   for streaming in (False, True):
-    policy = scheduler.Policy(streaming=streaming, admission_cap=config.schedule.admission_cap, pack_rows=tuple(config.schedule.pack_rows))
+    policy = scheduler.Policy(streaming=streaming, admission_cap=config.schedule.admission_cap,
+                              pack_rows=tuple(config.schedule.pack_rows), epsilon=config.objective.epsilon)
     direction, _ = offline.batch_direction(batch, params, lane, policy, 'float32')
     got = offline.flat(direction)
     errors.append(float(np.linalg.norm(got - expected) / np.linalg.norm(expected)))
@@ -103,7 +104,7 @@ def equal_bits(config, student: wiring.Student, batch: types.LogicalBatch, order
 
   def new_parameters(streaming: bool, order: int) -> bytes:
     state = barrier.init(optimizer, student.params())
-    policy = scheduler.Policy(streaming=streaming, direct=False, admission_cap=_EXACT_CAP)
+    policy = scheduler.Policy(streaming=streaming, direct=False, admission_cap=_EXACT_CAP, epsilon=config.objective.epsilon)
     direction, _ = offline.batch_direction(batch, state.params, lane, policy, 'exact', order_seed=order)
     state, _ = barrier.apply(optimizer, state, direction)
     return offline.bits(state.params)

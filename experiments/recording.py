@@ -25,7 +25,7 @@ def record(config, folder: pathlib.Path, updates: int, engine_cores: Sequence[in
   run = rundir.RunDirectory(folder)
   size = config.batch.prompts * config.batch.group_size
   with run:
-    run.open(config, may_change=('updates', 'schedule.name', 'schedule.accumulator', 'seed'))
+    run.open(config, may_change=('updates', 'schedule.name', 'schedule.accumulator'))
     missing = [k for k in range(updates) if len(run.read_trajectories(k)) < size]
     if missing:
       _sample(config, run, missing, engine_cores or sorted(os.sched_getaffinity(0)))

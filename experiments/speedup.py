@@ -8,6 +8,7 @@ optimizer step; the bound is (R + L + P) / (max(R, L) + P).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -21,7 +22,7 @@ import numpy as np
 
 from experiments import cli, recording, wiring
 from ts_jax.rollout import replay as replay_lib
-from ts_jax.streaming import barrier, host_memory, scheduler, update as update_lib, warmup
+from ts_jax.streaming import barrier, host_memory, update as update_lib, warmup
 from ts_jax.streaming.buckets import Buckets
 from ts_jax.telemetry import progress as progress_lib
 
@@ -59,11 +60,10 @@ def measure(config, folder: pathlib.Path) -> dict[str, float]:
   lane, buckets = wiring.learner_lane(config, student), Buckets(tuple(config.learner.buckets))
   state = barrier.init(wiring.optimizer(config), student.params())
   base = wiring.policy(config)
-  policies = {name: scheduler.Policy(name == 'thundersync', base.direct, base.admission_cap, base.pack_rows)
-              for name in ('sync', 'thundersync')}
+  policies = {name: dataclasses.replace(base, streaming=name == 'thundersync') for name in ('sync', 'thundersync')}
   flat = [t for b in batches for t in b]
   prompts, longest = {len(t.prompt_ids) for t in flat}, max(len(t.completion_ids) for t in flat)
-  shapes = len({buckets.pad(n - 1) for n in prompts}) * (1 + len(warmup.shapes(buckets, longest, base.pack_rows)))
+  shapes = warmup.count(buckets, prompts, longest, base.pack_rows)
   with progress_lib.Progress(shapes, 'compile learner', 'shapes') as compiling:
     warmup.warm_up(wiring.functions(config, student), state.params, buckets, prompt_tokens=prompts, max_tokens=longest,
                    rows=base.pack_rows, accumulator=config.schedule.accumulator, advance=compiling.advance)

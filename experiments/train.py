@@ -159,7 +159,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   else:
     prompt_tokens = {len(p) for p in tasks.prompts.values()}
     longest = wiring.max_completion_tokens(config)
-  shapes = len({buckets.pad(n - 1) for n in prompt_tokens}) * (1 + len(warmup.shapes(buckets, longest, policy.pack_rows)))
+  shapes = warmup.count(buckets, prompt_tokens, longest, policy.pack_rows)
   with progress_lib.Progress(shapes, 'compile learner', 'shapes') as compiling:
     warmup.warm_up(wiring.functions(config, student), state.params, buckets, prompt_tokens=prompt_tokens, max_tokens=longest,
                    rows=policy.pack_rows, accumulator=config.schedule.accumulator, advance=compiling.advance)

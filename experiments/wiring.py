@@ -56,10 +56,6 @@ class TaskSets:
     """Every task."""
     return self.train + self.dev + self.held_out
 
-  def family_of(self, task_id: str) -> str:
-    """Family of a task."""
-    return next(t.family for t in self.all if t.task_id == task_id)
-
 
 def load_student(config) -> Student:
   """Finds the weights and checks that tokenizer and weights belong together."""
@@ -184,7 +180,7 @@ def policy(config) -> scheduler.Policy:
   direct = config.schedule.accumulator == 'float32'
   return scheduler.Policy(
       streaming=config.schedule.name == 'thundersync', direct=direct, admission_cap=config.schedule.admission_cap,
-      pack_rows=tuple(config.schedule.pack_rows) if direct else (1,))
+      pack_rows=tuple(config.schedule.pack_rows) if direct else (1,), epsilon=config.objective.epsilon)
 
 
 def optimizer(config) -> barrier.OptimizerConfig:

@@ -2,6 +2,7 @@
 
 import pathlib
 import signal
+import subprocess
 import time
 
 import numpy as np
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 from experiments import offline
+from tests.experiments.conftest import ROOT
 from ts_jax import types
 from ts_jax.models import weights
 from ts_jax.telemetry import rundir
@@ -40,9 +42,7 @@ def engine_of(child) -> psutil.Process:
 
 @pytest.fixture(scope='module')
 def undisturbed(train_command, tmp_path_factory):
-  import subprocess
   folder = tmp_path_factory.mktemp('undisturbed')
-  from tests.experiments.conftest import ROOT
   result = subprocess.run(train_command(folder, '--config.updates=2'), cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
   assert result.returncode == 0, result.stderr[-3000:]
   return rundir.RunDirectory(folder)

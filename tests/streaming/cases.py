@@ -23,10 +23,11 @@ def tiny_params(dtype, seed: int = 0, config: ModelConfig = TINY):
   return jax.tree.map(lambda x: x.astype(dtype), llama.init_params(config, jax.random.PRNGKey(seed), scale=0.3))
 
 
-def make_lane(*, accumulator='float32', dtype='float32', config=TINY, buckets=BUCKETS):
-  return lane_lib.Lane(0, sources.SourceFunctions(config, dtype=dtype), buckets, accumulator=accumulator, reward_centre=0.75)
+def make_lane(*, accumulator='float32', dtype='float32', config=TINY, buckets=BUCKETS, epsilon=1e-6):
+  return lane_lib.Lane(0, sources.SourceFunctions(config, dtype=dtype), buckets, accumulator=accumulator, reward_centre=0.75,
+                       epsilon=epsilon)
 
 
 def direction(batch, params, policy, *, accumulator='float32', order_seed=0, dtype='float32', buckets=BUCKETS):
-  lane = make_lane(accumulator=accumulator, dtype=dtype, buckets=buckets)
+  lane = make_lane(accumulator=accumulator, dtype=dtype, buckets=buckets, epsilon=policy.epsilon)
   return offline.batch_direction(batch, params, lane, policy, accumulator, order_seed)

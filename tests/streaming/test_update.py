@@ -76,6 +76,16 @@ def test_equal_rewards_give_exactly_zero_and_near_equal_ones_keep_their_digits(n
   assert offline.relative_error(direction, expected) <= 1e-4  # (r - c) G cancels 100 times its size here
 
 
+def test_the_configured_epsilon_is_used_with_and_without_statistics(params64):
+  batch = offline.random_batch(np.random.default_rng(2), groups=2)
+  with jax.enable_x64(True):
+    expected = reference.grpo_direction(cases.TINY, params64, batch, epsilon=0.5)
+    for streaming in (False, True):
+      policy = scheduler.Policy(streaming=streaming, pack_rows=(2, 1), epsilon=0.5)
+      direction, _ = cases.direction(batch, params64, policy, dtype='float64')
+      assert offline.relative_error(direction, expected) <= 1e-10
+
+
 def test_padding_changes_only_rounding(params64):
   batch = offline.random_batch(np.random.default_rng(4), groups=2)
   with jax.enable_x64(True):

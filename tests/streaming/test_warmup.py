@@ -17,7 +17,7 @@ def test_no_compilation_after_warm_up():
   warmup.warm_up(functions, params, buckets, prompt_tokens=[len(g.prompt_ids) for g in batch.groups],
                  max_tokens=max(len(t.completion_ids) for t in batch.trajectories), rows=policy.pack_rows, accumulator='float32',
                  advance=steps.append)
-  assert sum(steps) == 1 + len(warmup.shapes(buckets, 20, policy.pack_rows))
+  assert sum(steps) == warmup.count(buckets, [len(g.prompt_ids) for g in batch.groups], 20, policy.pack_rows)
   jitted = (sources._source_gradient, sources._prompt_forward, sources._prompt_gradient)
   before = [f._cache_size() for f in jitted]
   for order in range(3):

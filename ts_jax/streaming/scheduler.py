@@ -51,6 +51,7 @@ class Policy:
     admission_cap: groups per lane that may hold statistics at once.
     pack_rows: how many `final` sources of a group may run as one batch, e.g. (4, 1); only with `direct`.
     pack_waste: largest padded cost of a pack relative to its members' own.
+    epsilon: advantage stabilisation; the lanes' own.
   """
 
   streaming: bool = True
@@ -58,6 +59,7 @@ class Policy:
   admission_cap: int = 4
   pack_rows: tuple[int, ...] = (1,)
   pack_waste: float = 1.15
+  epsilon: float = grpo.EPSILON
 
   def __post_init__(self):
     if self.admission_cap < 1:
@@ -288,7 +290,7 @@ def _settle(state: State) -> State:
   for number, group in enumerate(state.groups):
     if group.closed or group.closing or not group.final:
       continue
-    coefficients = grpo.source_coefficients(group.rewards)
+    coefficients = grpo.source_coefficients(group.rewards, state.policy.epsilon)
     uniform = grpo.is_uniform(group.rewards)
     for index, source in enumerate(group.sources):
       # In a mixed group a single zero advantage may be dropped only where its sum is not part of exact statistics.
@@ -378,7 +380,7 @@ def _best_source(state: State, lane: int, mine: list[tuple[int, GroupState]]) ->
   if not direct:
     return SourceWork(number, (index,), service, reward=group.sources[index].reward)
   indices = _pack(state.policy, group, index)
-  coefficients = grpo.source_coefficients(group.rewards)
+  coefficients = grpo.source_coefficients(group.rewards, state.policy.epsilon)
   return SourceWork(number, indices, service, coefficients=tuple(float(coefficients[i]) for i in indices))
 
 

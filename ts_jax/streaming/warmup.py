@@ -18,6 +18,11 @@ def shapes(buckets: Buckets, max_tokens: int, rows: Iterable[int]) -> list[tuple
   return [(b, t, s) for t in buckets.up_to(max_tokens) for s in (t // 2, t) for b in sorted(rows)]
 
 
+def count(buckets: Buckets, prompt_tokens: Iterable[int], max_tokens: int, rows: Iterable[int]) -> int:
+  """Shapes `warm_up` will run, for its progress."""
+  return len({buckets.pad(n - 1) for n in prompt_tokens}) * (1 + len(shapes(buckets, max_tokens, rows)))
+
+
 def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *, prompt_tokens: Iterable[int],
             max_tokens: int, rows: Iterable[int], accumulator: str, advance: Callable[[int], None] = lambda _: None) -> None:
   """Runs each jitted learner function once per shape.

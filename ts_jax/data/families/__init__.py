@@ -1,6 +1,6 @@
 """The families of generated shell tasks, easiest first."""
 
-from ts_jax.data.families import base, folders, notes, single
+from ts_jax.data.families import folders, notes, single
 
 ALL = (
     single.MAKE_FOLDER,
