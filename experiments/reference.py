@@ -1,7 +1,11 @@
-"""The independent reference of the equivalence checks: full sequences, no prefix sharing, no padding, plain autodiff.
+"""The independent reference of the equivalence checks: full sequences, no prefix sharing, plain autodiff.
 
 Written from the equations with its own forward pass; shares no code with ts_jax.streaming, ts_jax.kernels or
 ts_jax.models.llama beyond the parameter names.
+
+In float32 its rounding follows the student's as far as the forward pass goes (same formulas, sequences padded to the same
+multiples): a gradient amplifies the rounding of the forward pass fiftyfold, and a comparison with another order of sums
+would measure the precision of the backend's matrix products and nothing else.
 """
 
 from __future__ import annotations
@@ -12,72 +16,123 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Sequences are padded at the end to a multiple of this: on a CPU, products of other sizes round differently.
+BLOCK = 64
 
-def logits(config, params, tokens, rotary=None):
-  """Logits [T, V] of one sequence [T], layer by layer.
 
-  `rotary` is the dtype of the rotary angles (default: that of the parameters).  Checkpoints define them in float32
-  whatever the precision of the rest: at position 300 a float32 angle differs from the exact one by 1e-5, and that is a
-  property of the model, not an error of its gradient.
-  """
+def logits(config, params, tokens, positions, rotary):
+  """Logits [S, V] at `positions` of one sequence [T], layer by layer; rotary angles in the dtype `rotary`."""
   dtype = params['embed']['embedding'].dtype
-  length = len(tokens)
-  half = config.head_dim // 2
-  exponents = jnp.arange(0, config.head_dim, 2, dtype=rotary or dtype) / config.head_dim
-  angles = jnp.arange(length, dtype=rotary or dtype)[:, None] / config.rope_base**exponents
+  length, half = len(tokens), config.head_dim // 2
+  exponents = jnp.arange(0, config.head_dim, 2, dtype=rotary) / config.head_dim
+  angles = jnp.arange(length, dtype=rotary)[:, None, None] / config.rope_base**exponents
   cos, sin = jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
-  mask = np.tril(np.ones((length, length), bool))
 
   def norm(x, scale):
-    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + config.rms_eps) * scale
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.rms_eps) * scale
+
+  def dense(x, p):
+    return jnp.einsum('tk,kn->tn', x, p['kernel'])
 
   def turn(x):  # [T, heads, head_dim]
     a, b = x[..., :half], x[..., half:]
-    c, s = cos[:, None], sin[:, None]
-    return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+  def attend(q, k, v):  # by blocks of queries; heads that share a key/value head are rows of one product
+    context, group = [], config.heads // config.kv_heads
+    for start in range(0, length, BLOCK):
+      stop = min(start + BLOCK, length)
+      rows = q[start:stop].reshape(-1, config.kv_heads, group, config.head_dim).transpose(1, 2, 0, 3)
+      rows = rows.reshape(config.kv_heads, -1, config.head_dim)
+      scores = jnp.einsum('kmd,skd->kms', rows, k) / config.head_dim**0.5
+      causal = np.tile(np.arange(length) <= np.arange(start, stop)[:, None], (group, 1))
+      weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+      seen = jnp.einsum('kms,skd->kmd', weights, v).reshape(config.kv_heads, group, -1, config.head_dim)
+      context.append(seen.transpose(2, 0, 1, 3).reshape(-1, config.heads * config.head_dim))
+    return jnp.concatenate(context)
 
   def layer(x, p):
     y = norm(x, p['attn_norm']['scale'])
-    q = turn((y @ p['q']['kernel']).reshape(length, config.heads, config.head_dim))
-    k = turn((y @ p['k']['kernel']).reshape(length, config.kv_heads, config.head_dim))
-    v = (y @ p['v']['kernel']).reshape(length, config.kv_heads, config.head_dim)
-    k, v = (jnp.repeat(t, config.heads // config.kv_heads, axis=1) for t in (k, v))
-    scores = jnp.einsum('thd,shd->hts', q, k) / np.sqrt(config.head_dim)
-    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
-    x = x + jnp.einsum('hts,shd->thd', weights, v).reshape(length, -1) @ p['o']['kernel']
+    q = turn(dense(y, p['q']).reshape(length, config.heads, config.head_dim))
+    k = turn(dense(y, p['k']).reshape(length, config.kv_heads, config.head_dim))
+    v = dense(y, p['v']).reshape(length, config.kv_heads, config.head_dim)
+    x = x + dense(attend(q, k, v), p['o'])
     y = norm(x, p['mlp_norm']['scale'])
-    gate = y @ p['gate']['kernel']
-    return x + (gate * jax.nn.sigmoid(gate) * (y @ p['up']['kernel'])) @ p['down']['kernel'], None
+    return x + dense(jax.nn.silu(dense(y, p['gate'])) * dense(y, p['up']), p['down']), None
 
-  x, _ = jax.lax.scan(layer, params['embed']['embedding'][jnp.asarray(tokens)], params['layers'])
-  x = norm(x, params['final_norm']['scale'])
-  return x @ (params['head']['kernel'] if 'head' in params else params['embed']['embedding'].T)
+  x, _ = jax.lax.scan(layer, params['embed']['embedding'][tokens], params['layers'])
+  head = params['head']['kernel'].T if 'head' in params else params['embed']['embedding']
+  return jnp.einsum('td,vd->tv', norm(x, params['final_norm']['scale'])[positions], head)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6))
-def _score_gradient(config, params, tokens, positions, targets, coefficient, rotary):
-  """Gradient of coefficient * sum_t log pi(target_t) for one sequence."""
-  def score(p):
-    table = jax.nn.log_softmax(logits(config, p, tokens, rotary), axis=-1)
-    return coefficient * jnp.sum(table[positions, targets])
+def _weighted_gradient(config, params, tokens, positions, targets, weights, rotary):
+  """Autodiff up to the logits, then d log softmax by its formula."""
+  scores, pullback = jax.vjp(lambda p: logits(config, p, tokens, positions, rotary), params)
+  weights = weights.astype(scores.dtype)[:, None]
+  onehot = targets[:, None] == jnp.arange(scores.shape[1])
+  gradient, = pullback(weights * (onehot - jax.nn.softmax(scores, axis=-1)))
+  return gradient, jax.nn.log_softmax(scores, axis=-1)[jnp.arange(len(targets)), targets]
 
-  return jax.grad(score)(params)
+
+def weighted_gradient(config, params, trajectory, weights, rotary=None):
+  """Gradient of sum_t w_t log pi(a_t | h_t) of a whole trajectory.
+
+  Args:
+    config: the student's sizes.
+    params: parameters.
+    trajectory: a types.Trajectory.
+    weights: [L] of its scored tokens, in order.
+    rotary: dtype of the rotary angles (default: that of the parameters).  Checkpoints define them in float32 whatever the
+      precision of the rest: at position 300 a float32 angle differs from the exact one by 1e-5, and that is a property of
+      the model, not an error of its gradient.
+
+  Returns:
+    (gradient, log-probs of the scored tokens [L]).
+  """
+  tokens = np.array(trajectory.prompt_ids + trajectory.completion_ids, np.int32)
+  at = np.flatnonzero((False,) * len(trajectory.prompt_ids) + trajectory.completion_mask).astype(np.int32)
+  inputs = np.concatenate([tokens[:-1], np.zeros(-(len(tokens) - 1) % BLOCK, np.int32)])
+  room = (0, -len(at) % 16)  # few distinct shapes: each is compiled
+  gradient, log_probs = _weighted_gradient(
+      config, params, inputs, np.pad(at - 1, room), np.pad(tokens[at], room), np.pad(np.asarray(weights, np.float64), room),
+      rotary or str(params['embed']['embedding'].dtype))
+  return gradient, log_probs[:len(at)]
+
+
+def add_to(total, gradient, scale):
+  """total += scale * gradient, in float64 on the host."""
+  jax.tree.map(lambda t, g: np.add(t, scale * np.asarray(g, np.float64), out=t), total, jax.device_get(gradient))
 
 
 def grpo_direction(config, params, batch, epsilon=1e-6, rotary=None):
-  """Ascent direction of a batch: mean over trajectories of A_i / L_i sum_t grad log pi (Equations 4 to 6, Appendix D.1)."""
-  total = jax.tree.map(jnp.zeros_like, params)
+  """Ascent direction of a batch: mean over trajectories of A_i / L_i sum_t grad log pi (Equations 4 to 6, Appendix D.1).
+
+  Returns numpy float64 arrays; sums over trajectories carry no float32 rounding.
+  """
+  total = jax.tree.map(lambda x: np.zeros(x.shape), params)
   for group in batch.groups:
     rewards = np.array([t.reward for t in group.trajectories], np.float64)
     if np.ptp(rewards) == 0:
       continue
     advantages = (rewards - rewards.mean()) / (np.sqrt(np.mean((rewards - rewards.mean()) ** 2)) + epsilon)
     for trajectory, advantage in zip(group.trajectories, advantages):
-      tokens = np.array(trajectory.prompt_ids + trajectory.completion_ids)
-      at = np.flatnonzero((False,) * len(trajectory.prompt_ids) + trajectory.completion_mask)
-      if not len(at):
-        continue
-      coefficient = advantage / len(rewards) / len(batch.groups) / len(at)
-      gradient = _score_gradient(config, params, tokens[:-1], at - 1, tokens[at], coefficient, rotary)
-      total = jax.tree.map(jnp.add, total, gradient)
+      scored = trajectory.scored_tokens
+      if scored:
+        weight = 1 / (len(batch.groups) * scored)
+        gradient, _ = weighted_gradient(config, params, trajectory, np.full(scored, weight), rotary)
+        add_to(total, gradient, advantage / len(rewards))
   return total
+
+
+def opd_gradient(config, params, trajectory, teacher_log_probs):
+  """Unnormalised ascent direction of one trajectory, sum_t A_t grad log pi, A = teacher - student log-prob (Equation 8).
+
+  Args:
+    config: the student's sizes.
+    params: parameters.
+    trajectory: a types.Trajectory.
+    teacher_log_probs: [L] of its scored tokens.
+  """
+  _, student = weighted_gradient(config, params, trajectory, np.zeros(len(teacher_log_probs)))
+  return weighted_gradient(config, params, trajectory, np.asarray(teacher_log_probs) - np.asarray(student))[0]

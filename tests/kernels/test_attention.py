@@ -36,3 +36,23 @@ def test_rows_of_a_batch_do_not_see_each_other():
   for row in range(3):
     alone = attention.prefix_attention(q[row:row + 1], k[row:row + 1], v[row:row + 1], pk, pv, jnp.int32(4))
     np.testing.assert_allclose(together[row], alone[0], atol=1e-6)
+
+
+@pytest.mark.parametrize('cut, bucket', [(70, 128), (100, 192), (127, 64)])
+def test_where_a_sequence_is_cut_changes_neither_its_bits_nor_the_adjoints_of_its_tail(cut, bucket):
+  rng = np.random.default_rng(2)
+  total, kv_heads, dim, padded_cut = 190, 2, 64, 128
+  q, k, v, g = (jnp.asarray(rng.normal(size=(total, h, dim)), jnp.float32) for h in (6, kv_heads, kv_heads, 6))
+  fill = lambda x, n: jnp.pad(x, ((0, n - len(x)), (0, 0), (0, 0)))
+  nothing = jnp.zeros((0, kv_heads, dim))
+
+  def run(first, size, prefix_keys, prefix_values):
+    """(context, (dq, dk, dv)) of the tokens from `first` on, padded to `size`; padding has no cotangent."""
+    own = tuple(fill(x[first:], size)[None] for x in (q, k, v))
+    attend = jax.jit(lambda *own: attention.prefix_attention(*own, prefix_keys, prefix_values, jnp.int32(first)))
+    out, pullback = jax.vjp(attend, *own)
+    return [np.asarray(x)[0, cut - first:total - first] for x in (out, *pullback(fill(g[first:], size)[None]))]
+
+  whole = run(0, 192, nothing, nothing)
+  for got, expected in zip(run(cut, bucket, fill(k[:cut], padded_cut), fill(v[:cut], padded_cut)), whole):
+    np.testing.assert_array_equal(got, expected)

@@ -33,7 +33,7 @@ def test_value_and_gradient_equal_log_softmax(inputs, temperature, budget, monke
   np.testing.assert_allclose(logprob.token_log_probs(hidden, head, targets, temperature), expected, atol=2e-5)
 
   def score(h, w):
-    return logprob.weighted_score(h, w, targets, weights, temperature)
+    return logprob.weighted_score(h, w, targets, weights, None, temperature)
 
   def separate(h, w):
     return jnp.sum(weights * logprob.token_log_probs(h, w, targets, temperature))

@@ -1,4 +1,13 @@
-"""Causal attention of a segment over itself and over a cached prefix."""
+"""Causal attention of a segment over itself and over a cached prefix.
+
+A token's result does not depend on where its sequence is cut into segments, nor on padding, beyond what the matrix
+products of the backend do with another number of rows.  On a CPU that makes the forward pass of a split sequence equal
+to the unsplit one bit for bit, which matters more than it seems: the gradient of a language model amplifies float32
+rounding of the forward pass fiftyfold.  Three things bring it about.  A segment's keys lie at their absolute positions,
+directly behind the prefix's last real one, so sums over keys run in the order of the whole sequence; the number of keys
+is padded to a multiple of `KEY_ALIGNMENT`, because products over other numbers round differently; and the adjoints of
+keys and values, sums over queries that a split must break, go by short chunks with little rounding of their own.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +18,8 @@ import jax.numpy as jnp
 Array = jax.Array
 
 QUERY_BLOCK = 256
+KEY_ALIGNMENT = 64
+_SUM_CHUNK = 64
 
 
 def prefix_attention(query: Array, key: Array, value: Array, prefix_key: Array, prefix_value: Array,
@@ -37,23 +48,82 @@ def prefix_attention(query: Array, key: Array, value: Array, prefix_key: Array, 
   group = heads // kv_heads
   wide = jnp.promote_types(query.dtype, jnp.float32)
 
-  def with_prefix(prefix, own):
-    whole = jnp.concatenate([jnp.broadcast_to(prefix, (batch, *prefix.shape)), own], axis=1)
-    return whole.transpose(0, 2, 1, 3)  # [B, K, P + T, d]
+  def behind_prefix(prefix, own):
+    room = ((0, 0), (0, _aligned(past + length) - past), (0, 0), (0, 0))
+    whole = jnp.pad(jnp.broadcast_to(prefix, (batch, *prefix.shape)), room)
+    return jax.lax.dynamic_update_slice_in_dim(whole, own, prefix_length, axis=1).transpose(0, 2, 1, 3)
 
-  keys, values = with_prefix(prefix_key, key), with_prefix(prefix_value, value)
+  keys, values = behind_prefix(prefix_key, key), behind_prefix(prefix_value, value)  # [B, K, aligned P + T, d]
   blocks = []
   for start in range(0, length, QUERY_BLOCK):
     stop = min(start + QUERY_BLOCK, length)
+    seen = _aligned(past + stop)
     rows = query[:, start:stop].reshape(batch, stop - start, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
-    rows = (rows * dim**-0.5).reshape(batch, kv_heads, group * (stop - start), dim)
-    source, target = jnp.arange(past + stop), jnp.arange(start, stop)
-    visible = jnp.where(source < past, source < prefix_length, source - past <= target[:, None])
-    scores = jnp.einsum('bkmd,bksd->bkms', rows, keys[:, :, :past + stop], preferred_element_type=wide)
-    scores = scores.reshape(batch, kv_heads, group, stop - start, past + stop)
+    visible = jnp.arange(seen) <= prefix_length + jnp.arange(start, stop)[:, None]
+    scores = _scores(rows * dim**-0.5, keys[:, :, :seen], prefix_length + start)
     weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(wide).min)).astype(query.dtype)
-    weights = weights.reshape(batch, kv_heads, group * (stop - start), past + stop)
-    context = jnp.einsum('bkms,bksd->bkmd', weights, values[:, :, :past + stop])
-    context = context.reshape(batch, kv_heads, group, stop - start, dim).transpose(0, 3, 1, 2, 4)
-    blocks.append(context.reshape(batch, stop - start, heads, dim))
+    context = _context(weights, values[:, :, :seen], prefix_length + start)
+    blocks.append(context.transpose(0, 3, 1, 2, 4).reshape(batch, stop - start, heads, dim))
   return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
+
+
+def _aligned(keys: int) -> int:
+  return -(-keys // KEY_ALIGNMENT) * KEY_ALIGNMENT
+
+
+@jax.custom_vjp
+def _scores(rows: Array, keys: Array, first: Array) -> Array:
+  """Products [B, K, G, T, S] of query rows [B, K, G, T, d] at positions from `first` on with keys [B, K, S, d]."""
+  del first
+  return _stacked('bkmd,bksd->bkms', rows, keys, jnp.promote_types(rows.dtype, jnp.float32))
+
+
+def _scores_bwd(residuals, cotangent):
+  rows, keys, first = residuals
+  cotangent = cotangent.astype(rows.dtype)
+  return _stacked('bkms,bksd->bkmd', cotangent, keys), _sum_over_queries(cotangent, rows, first), None
+
+
+_scores.defvjp(lambda rows, keys, first: (_scores(rows, keys, first), (rows, keys, first)), _scores_bwd)
+
+
+@jax.custom_vjp
+def _context(weights: Array, values: Array, first: Array) -> Array:
+  """Weighted sums [B, K, G, T, d] of values [B, K, S, d]."""
+  del first
+  return _stacked('bkms,bksd->bkmd', weights, values)
+
+
+def _context_bwd(residuals, cotangent):
+  weights, values, first = residuals
+  return _stacked('bkmd,bksd->bkms', cotangent, values), _sum_over_queries(weights, cotangent, first), None
+
+
+_context.defvjp(lambda weights, values, first: (_context(weights, values, first), (weights, values, first)), _context_bwd)
+
+
+def _stacked(spec: str, rows: Array, matrix: Array, dtype=None) -> Array:
+  """A product of [B, K, G, T, x] with [B, K, y, z] whose rows m are the queries of all G heads."""
+  batch, kv_heads, group, length, width = rows.shape
+  flat = rows.reshape(batch, kv_heads, group * length, width)
+  return jnp.einsum(spec, flat, matrix, preferred_element_type=dtype).reshape(batch, kv_heads, group, length, -1)
+
+
+def _sum_over_queries(weights: Array, rows: Array, first: Array) -> Array:
+  """sum over heads g and queries t of weights[.., g, t, s] rows[.., g, t, d], as [B, K, S, d].
+
+  One product for every `_SUM_CHUNK` absolute positions, then a sum over them: cutting the sequence elsewhere changes
+  which segment forms a term, not the terms nor, within a segment, their order.
+  """
+  batch, kv_heads, group, length, _ = weights.shape
+  room = -(-(length + _SUM_CHUNK - 1) // _SUM_CHUNK) * _SUM_CHUNK
+
+  def chunks(x):  # [B, K, C, G * chunk, .]
+    placed = jnp.zeros((batch, kv_heads, group, room, x.shape[-1]), x.dtype)
+    placed = jax.lax.dynamic_update_slice_in_dim(placed, x, first % _SUM_CHUNK, axis=3)
+    placed = placed.reshape(batch, kv_heads, group, -1, _SUM_CHUNK, x.shape[-1])
+    return placed.transpose(0, 1, 3, 2, 4, 5).reshape(batch, kv_heads, room // _SUM_CHUNK, group * _SUM_CHUNK, -1)
+
+  wide = jnp.promote_types(rows.dtype, jnp.float32)
+  parts = jnp.einsum('bkcms,bkcmd->bkcsd', chunks(weights), chunks(rows), preferred_element_type=wide)
+  return parts[:, :, ::-1].sum(2).astype(rows.dtype)  # as autodiff would add blocks: the last one first

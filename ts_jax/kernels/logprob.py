@@ -117,33 +117,41 @@ def _token_log_probs_bwd(temperature, residuals, cotangent):
 token_log_probs.defvjp(_token_log_probs_fwd, _token_log_probs_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def weighted_score(hidden: Array, head: Array, targets: Array, weights: Array,
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def weighted_score(hidden: Array, head: Array, targets: Array, weights: Array, teacher: Array | None = None,
                    temperature: float = 1.0) -> tuple[Array, Array]:
-  """S = sum_t w_t log pi(a_t), with the log-probs beside it.
+  """S = sum_t w_t log pi(a_t | h_t), with the log-probs beside it; for distillation, w_t times the detached advantage.
 
-  Where the weight is 0 the token contributes exactly nothing, whatever its hidden state or target hold.
+  Where the weight is 0 the token contributes exactly nothing, whatever its hidden state, target or teacher hold.
 
   Args:
     hidden: [N, D].
     head: [V, D].
     targets: [N] int.
     weights: [N], constants of the differentiation.
+    teacher: [N] log-probs of the targets under a teacher, or None.  With it each weight is multiplied by
+      A_t = teacher_t - sg[log pi(a_t | h_t)] (Equation 8); equal log-probs give exactly zero.
     temperature: positive Python float.
 
   Returns:
     (S scalar, log-probs [N]); only S carries a gradient.
   """
   log_probs = token_log_probs(hidden, head, targets, temperature)
+  weights = _with_advantage(weights, teacher, jax.lax.stop_gradient(log_probs))
   return jnp.sum(jnp.where(weights != 0, weights * log_probs, 0)), log_probs
 
 
-def _weighted_score_fwd(hidden, head, targets, weights, temperature):
+def _with_advantage(weights: Array, teacher: Array | None, log_probs: Array) -> Array:
+  return weights if teacher is None else jnp.where(weights != 0, weights * (teacher - log_probs), 0)
+
+
+def _weighted_score_fwd(hidden, head, targets, weights, teacher, temperature):
   chex.assert_rank([hidden, head], 2)
   chex.assert_shape([targets, weights], (hidden.shape[0],))
   hidden = jnp.where((weights != 0)[:, None], hidden, 0)  # 0 * NaN would be NaN
   if _fits_budget(hidden.shape[0], head.shape[0], _wide(hidden)):
     log_probs, probs = _dense_log_probs(hidden, head, targets, temperature)
+    weights = _with_advantage(weights, teacher, log_probs)
     scaled = (weights / temperature)[:, None]
     onehot = targets[:, None] == jnp.arange(head.shape[0])
     grad_logits = (scaled * (onehot - probs)).astype(hidden.dtype)
@@ -151,6 +159,7 @@ def _weighted_score_fwd(hidden, head, targets, weights, temperature):
   else:
     normaliser = _log_normaliser(hidden, head, temperature)
     log_probs = _target_logits(hidden, head, targets, temperature) - normaliser
+    weights = _with_advantage(weights, teacher, log_probs)
     grads = _pullback(hidden, head, targets, normaliser, weights, temperature)
   return (jnp.sum(jnp.where(weights != 0, weights * log_probs, 0)), log_probs), grads
 
@@ -158,7 +167,7 @@ def _weighted_score_fwd(hidden, head, targets, weights, temperature):
 def _weighted_score_bwd(temperature, grads, cotangent):
   del temperature
   scale, _ = cotangent
-  return *jax.tree.map(lambda g: (scale * g).astype(g.dtype), grads), None, None
+  return *jax.tree.map(lambda g: (scale * g).astype(g.dtype), grads), None, None, None
 
 
 weighted_score.defvjp(_weighted_score_fwd, _weighted_score_bwd)

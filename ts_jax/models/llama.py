@@ -49,28 +49,73 @@ class RMSNorm(nn.Module):
     return wide.astype(x.dtype) * scale.astype(x.dtype)
 
 
+def _dense(name: str, features: int, x: Array) -> Array:
+  return nn.Dense(features, use_bias=False, dtype=x.dtype, name=name)(x)
+
+
+class AttentionInput(nn.Module):
+  """First part of a layer: normalised input to rotated queries and keys, and values."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+    c, y = self.config, RMSNorm(self.config.rms_eps, name='attn_norm')(x)
+    heads = lambda name, count: _dense(name, count * c.head_dim, y).reshape(*y.shape[:-1], count, c.head_dim)
+    return rotate(heads('q', c.heads), rope), rotate(heads('k', c.kv_heads), rope), heads('v', c.kv_heads)
+
+
+class AttentionOutput(nn.Module):
+  """Second part: attention's context [B, T, heads, head_dim] into the residual stream."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x: Array, context: Array) -> Array:
+    return x + _dense('o', self.config.width, context.reshape(*x.shape[:-1], self.config.heads * self.config.head_dim))
+
+
+class MlpInput(nn.Module):
+  """Third part: (gate, up), before their nonlinearity."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x: Array) -> tuple[Array, Array]:
+    y = RMSNorm(self.config.rms_eps, name='mlp_norm')(x)
+    return _dense('gate', self.config.ffn_width, y), _dense('up', self.config.ffn_width, y)
+
+
+class MlpOutput(nn.Module):
+  """Last part: the gated product into the residual stream."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x: Array, gate: Array, up: Array) -> Array:
+    return x + _dense('down', self.config.width, nn.silu(gate) * up)
+
+
 class Block(nn.Module):
-  """One pre-norm decoder layer.  `attend` owns the key/value memory, so learner and engine share this definition."""
+  """One pre-norm decoder layer.  `attend` owns the key/value memory, so learner and engine share this definition.
+
+  Its parts own no scope of their own: each reads the layer's parameters where the block has them, so a backward pass can
+  run them one by one from kept values.
+  """
 
   config: ModelConfig
 
   @nn.compact
   def __call__(self, x: Array, rope: tuple[Array, Array], attend: Attend) -> tuple[Array, Any]:
     """x: [B, T, D]; rope: (cos, sin), each [B or 1, T, head_dim / 2].  Returns (x, whatever `attend` returned beside)."""
-    c = self.config
+    def part(kind, *args):
+      module = kind(self.config)
+      nn.share_scope(self, module)
+      return module(*args)
 
-    def dense(name: str, features: int, y: Array) -> Array:
-      return nn.Dense(features, use_bias=False, dtype=x.dtype, name=name)(y)
-
-    def heads(name: str, count: int, y: Array) -> Array:
-      return dense(name, count * c.head_dim, y).reshape(*y.shape[:-1], count, c.head_dim)
-
-    y = RMSNorm(c.rms_eps, name='attn_norm')(x)
-    context, memory = attend(rotate(heads('q', c.heads, y), rope), rotate(heads('k', c.kv_heads, y), rope),
-                             heads('v', c.kv_heads, y))
-    x = x + dense('o', c.width, context.reshape(*x.shape[:-1], c.heads * c.head_dim))
-    y = RMSNorm(c.rms_eps, name='mlp_norm')(x)
-    return x + dense('down', c.width, nn.silu(dense('gate', c.ffn_width, y)) * dense('up', c.ffn_width, y)), memory
+    context, memory = attend(*part(AttentionInput, x, rope))
+    x = part(AttentionOutput, x, context)
+    return part(MlpOutput, x, *part(MlpInput, x)), memory
 
 
 def rope_table(config: ModelConfig, positions: Array, dtype=jnp.float32) -> tuple[Array, Array]:

@@ -144,7 +144,8 @@ class Lane:
     boundary = self._prompt(work.group, spans)
     data = [self._data[work.group, i] for i in work.indices]
     weights = [grpo.token_weight(len(self._plans), d.scored) for d in data]
-    if work.coefficients is not None:
+    packed = len(work.indices) > 1
+    if packed:  # rows of one sum: each carries its coefficient; otherwise the fold applies it
       weights = [w * c for w, c in zip(weights, work.coefficients)]
     batch = sources_lib.pack(self._plans[work.group].prompt_ids, data, weights, self._buckets)
     index = work.indices[0] if len(work.indices) == 1 else -1
@@ -153,9 +154,10 @@ class Lane:
     self._measure_gap(data, np.asarray(result.log_probs))
     with _Timed(self, spans, 'fold', work.group, index):
       if work.coefficients is not None:
-        self._fold_batch(result.gradient)
+        scale = 1.0 if packed else work.coefficients[0]
+        self._fold_batch(result.gradient, scale)
         state = self._groups[work.group]
-        state.direct_adjoint = _begin_or_fold(self._kind, state.direct_adjoint, result.adjoint)
+        state.direct_adjoint = _begin_or_fold(self._kind, state.direct_adjoint, result.adjoint, scale)
         jax.block_until_ready(state.direct_adjoint)
       elif work.reward is None:
         self._groups[work.group].held[work.indices[0]] = result
@@ -167,8 +169,8 @@ class Lane:
     tree = {'params': result.gradient, 'boundary': result.adjoint}
     state.statistics = jax.block_until_ready(fold.fold_pair(self._kind, state.statistics, tree, reward - self._centre))
 
-  def _fold_batch(self, gradient) -> None:
-    self._batch = jax.block_until_ready(_begin_or_fold(self._kind, self._batch, gradient))
+  def _fold_batch(self, gradient, scale: float = 1.0) -> None:
+    self._batch = jax.block_until_ready(_begin_or_fold(self._kind, self._batch, gradient, scale))
 
   def _close(self, work: scheduler.CloseGroup, spans: list[types.Span]) -> None:
     state = self._groups.pop(work.group, _Group())
@@ -201,8 +203,8 @@ class Lane:
       self.gap += SamplerGap(float(gap.sum()), float(gap.max()), source.scored)
 
 
-def _begin_or_fold(kind: str, total: fold.Sum | None, tree) -> fold.Sum:
-  return fold.fold(kind, fold.zeros(kind, tree) if total is None else total, tree)
+def _begin_or_fold(kind: str, total: fold.Sum | None, tree, scale: float = 1.0) -> fold.Sum:
+  return fold.fold(kind, fold.zeros(kind, tree) if total is None else total, tree, scale)
 
 
 class _Timed:

@@ -138,6 +138,20 @@ class SourceFunctions:
     """Parameter gradient of a prompt segment from the adjoint of its boundary state."""
     return _prompt_gradient(self, params, tokens, length, adjoint)
 
+  def segment_gradient(self, params, boundary: llama.Boundary, tokens: Array, adjoint: tuple[Array, Array]):
+    """Deferred backward pass of a segment [1, T] that stands behind `boundary`, from the adjoint of its own keys and values.
+
+    Args:
+      params: parameters.
+      boundary: the parent's boundary state.
+      tokens: [1, T].
+      adjoint: (d keys, d values), each [layers, T, kv_heads, head_dim]; zero where padded.
+
+    Returns:
+      (parameter gradient, adjoint of the parent's boundary state).
+    """
+    return _segment_gradient(self, params, boundary, tokens, adjoint)
+
   def source_gradient(self, params, boundary: llama.Boundary, batch: SourceBatch) -> SourceResult:
     """Gradient of the batch's weighted score with respect to parameters and boundary state (Equation 4)."""
     return _source_gradient(self, params, boundary, batch)
@@ -161,6 +175,17 @@ def _prompt_gradient(self: SourceFunctions, params, tokens, length, adjoint):
 
 
 @functools.partial(jax.jit, static_argnums=0)
+def _segment_gradient(self: SourceFunctions, params, boundary, tokens, adjoint):
+  def own(params, memory):
+    state = boundary.replace(keys=memory[0], values=memory[1])
+    _, own = llama.forward(self.config, params, tokens, state, dtype=self.dtype, remat=tokens.shape[1] > self.remat_tokens)
+    return own
+
+  primal, pullback = jax.vjp(own, params, (boundary.keys, boundary.values))
+  return pullback(jax.tree.map(lambda a, p: a[:, None].astype(p.dtype), adjoint, primal))
+
+
+@functools.partial(jax.jit, static_argnums=0)
 def _source_gradient(self: SourceFunctions, params, boundary, batch):
   rows, length, _ = batch.shape
 
@@ -171,7 +196,7 @@ def _source_gradient(self: SourceFunctions, params, boundary, batch):
     chosen = jnp.take_along_axis(hidden, batch.positions[..., None], axis=1).reshape(-1, hidden.shape[-1])
     weights = batch.weights.reshape(-1).astype(jnp.promote_types(hidden.dtype, jnp.float32))
     return logprob.weighted_score(chosen, llama.head_matrix(params).astype(hidden.dtype), batch.targets.reshape(-1),
-                                  weights, self.temperature)
+                                  weights, None, self.temperature)
 
   grads, log_probs = jax.grad(score, argnums=(0, 1), has_aux=True)(params, (boundary.keys, boundary.values))
   adjoint = jax.tree.map(lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32)), grads[1])

@@ -1,0 +1,82 @@
+"""Granularity `forward`: a turn's forward pass when it arrives, one backward pass when its trajectory is complete.
+
+Differentiating a turn on arrival and replaying its deferred adjoints later costs the layers twice.  Here each token's
+layers run once forward (`turn_forward`) and once backward (`complete`); the output head runs where its weights are known:
+on arrival for distillation, at completion for GRPO, whose weights wait for the trajectory's length.  Everything is exact:
+the forward pass of a split sequence has the bits of the whole one, and the backward pass is the whole trajectory's.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ts_jax.kernels import logprob
+from ts_jax.models import llama, staged
+from ts_jax.streaming import sources
+
+Array = jax.Array
+
+
+class HeadResult(NamedTuple):
+  """What the output head contributes.
+
+  Attributes:
+    gradient: of the final norm and the head ('head', or 'embed' where tied).
+    cotangent: [1, C, D] of the last layer's output.
+    log_probs: [S].
+  """
+
+  gradient: Any
+  cotangent: Array
+  log_probs: Array
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def begin(functions: sources.SourceFunctions, prompt: llama.Boundary, capacity: int, keep: str) -> staged.Kept:
+  """An open trajectory behind its prompt, see `models.staged.begin`."""
+  return staged.begin(functions.config, prompt, capacity, keep)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=2)
+def turn_forward(functions: sources.SourceFunctions, params, kept: staged.Kept, tokens: Array, count: Array,
+                 past: int) -> staged.Kept:
+  """Appends a turn's tokens [1, T], of which `count` are real; consumes `kept`.  `past` bounds the memory's length."""
+  return staged.extend(functions.config, params, kept, tokens, count, past)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def head_gradient(functions: sources.SourceFunctions, params, hidden: Array, positions: Array, targets: Array, weights: Array,
+                  teacher: Array | None = None) -> HeadResult:
+  """Output head, forward and backward.
+
+  Args:
+    functions: the student's.
+    params: parameters.
+    hidden: [1, C, D], `Kept.hidden`.
+    positions: [S], index into C whose hidden state predicts a scored token; the C-th where padded.
+    targets: [S] scored tokens.
+    weights: [S], 0 where padded.
+    teacher: [S] teacher log-probs for distillation (Equation 8), or None.
+  """
+  chosen = hidden[0].at[positions].get(mode='fill', fill_value=0)
+  name = 'head' if 'head' in params else 'embed'
+
+  def score(top, chosen):
+    normal = llama.final_norm(functions.config, top, chosen)
+    wide = jnp.promote_types(normal.dtype, jnp.float32)
+    return logprob.weighted_score(normal, llama.head_matrix(top).astype(normal.dtype), targets, weights.astype(wide),
+                                  None if teacher is None else teacher.astype(wide), functions.temperature)
+
+  top = {k: params[k] for k in ('final_norm', name)}
+  (gradient, dchosen), log_probs = jax.grad(score, argnums=(0, 1), has_aux=True)(top, chosen)
+  return HeadResult(gradient, jnp.zeros_like(hidden).at[0, positions].add(dchosen, mode='drop'), log_probs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def complete(functions: sources.SourceFunctions, params, kept: staged.Kept, tokens: Array, prompt: llama.Boundary, cotangent: Array):
+  """Backward pass of the layers over all turns: (gradient of 'embed' and 'layers', adjoint of the prompt's boundary state)."""
+  return staged.backward(functions.config, params, kept, tokens, (prompt.keys, prompt.values), cotangent)
