@@ -51,7 +51,12 @@ def get_config() -> config_dict.ConfigDict:
           replay='',  # a run directory: feed its trajectories at their recorded times instead of sampling
           replay_scale=1.0,  # multiplies recorded times
       ),
-      objective=config_dict.create(name='grpo', epsilon=1e-6, reward_centre=0.75),
+      objective=config_dict.create(
+          name='grpo',  # or 'dr_grpo', 'rloo', 'reinforce' (the group's mean as baseline)
+          aggregation='',  # 'sequence', 'trajectory', 'constant' (max_trajectory_tokens), 'token'; empty: the objective's own
+          epsilon=1e-6,  # added to the group's standard deviation
+          reward_centre=0.75,  # middle of the reward range; streamed statistics are taken about it
+      ),
       batch=config_dict.create(prompts=32, group_size=8),
       optimizer=config_dict.create(
           learning_rate=1e-6, b1=0.9, b2=0.999, epsilon=1e-8, weight_decay=0.0, max_norm=1.0, moment_dtype='float32'),

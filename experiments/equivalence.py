@@ -21,7 +21,7 @@ from experiments import cli, offline, recording, reference, wiring
 from ts_jax import types
 from ts_jax.models import llama
 from ts_jax.models.config import ModelConfig
-from ts_jax.objectives import grpo
+from ts_jax.objectives import policy_gradient
 from ts_jax.streaming import barrier, lane as lane_lib, scheduler, sources
 from ts_jax.streaming.buckets import Buckets
 from ts_jax.telemetry import progress as progress_lib
@@ -62,7 +62,7 @@ def recorded_batch(config, folder: pathlib.Path, groups: int) -> types.LogicalBa
   found = []
   for updates in range(1, _MAX_RECORDED + 1):
     run = recording.record(config, folder, updates)
-    found += [g for g in recording.batch(run, updates - 1).groups if not grpo.is_uniform([t.reward for t in g.trajectories])]
+    found += [g for g in recording.batch(run, updates - 1).groups if not policy_gradient.is_uniform([t.reward for t in g.trajectories])]
     if len(found) >= groups:
       break
   else:
@@ -76,17 +76,18 @@ def recorded_batch(config, folder: pathlib.Path, groups: int) -> types.LogicalBa
   return types.LogicalBatch(0, 0, tuple(renumbered(i, g) for i, g in enumerate(found[:groups])))
 
 
-def whole_sequence_direction(student: wiring.Student, params, batch: types.LogicalBatch, epsilon: float):
+def whole_sequence_direction(student: wiring.Student, params, batch: types.LogicalBatch, objective):
   """Ascent direction by the student's own layers over whole sequences, one by one: nothing shared, split, streamed or scheduled."""
   functions, total = sources.SourceFunctions(student.config), jax.tree.map(lambda x: np.zeros(x.shape), params)
   for group in batch.groups:
-    for trajectory, coefficient in zip(group.trajectories, grpo.source_coefficients([t.reward for t in group.trajectories], epsilon)):
+    coefficients = objective.source_coefficients([t.reward for t in group.trajectories])
+    for trajectory, coefficient in zip(group.trajectories, coefficients):
       tokens = np.asarray(trajectory.prompt_ids + trajectory.completion_ids, np.int32)
       at = np.flatnonzero((False,) * len(trajectory.prompt_ids) + trajectory.completion_mask)
       if not len(at):
         continue
       inputs = np.pad(tokens[:-1], (0, -(len(tokens) - 1) % reference.BLOCK))
-      weights = np.full((1, len(at)), grpo.token_weight(len(batch.groups), len(at)))
+      weights = np.full((1, len(at)), objective.token_weight(len(batch.groups), len(group.trajectories), len(at)))
       whole = sources.SourceBatch(inputs[None], (at - 1)[None], tokens[at][None], weights)
       result = functions.source_gradient(params, llama.empty_boundary(student.config), whole)
       reference.add_to(total, result.gradient, coefficient)
@@ -102,12 +103,12 @@ def student_errors(config, student: wiring.Student, batch: types.LogicalBatch) -
     against 'whole'.
   """
   params, lane = student.params(), wiring.learner_lane(config, student)
-  epsilon = config.objective.epsilon
-  whole = offline.flat(whole_sequence_direction(student, params, batch, epsilon))
-  independent = offline.flat(reference.grpo_direction(student.config, params, batch, epsilon))
+  objective = wiring.objective(config)
+  whole = offline.flat(whole_sequence_direction(student, params, batch, objective))
+  independent = offline.flat(reference.grpo_direction(student.config, params, batch, objective.epsilon))
   worst = {'whole': 0.0, 'independent': 0.0, 'cosine': 0.0}
   for streaming in (False, True):
-    policy = scheduler.Policy(streaming=streaming, admission_cap=config.schedule.admission_cap, epsilon=epsilon)
+    policy = scheduler.Policy(streaming=streaming, admission_cap=config.schedule.admission_cap, objective=objective)
     got = offline.flat(offline.batch_direction(batch, params, lane, policy, 'float32')[0])
     # 1 - cos from the difference of unit vectors: 1 - dot would cancel to the rounding of the dot product.
     cosine = 0.5 * float(np.sum((got / np.linalg.norm(got) - whole / np.linalg.norm(whole))**2))
@@ -122,11 +123,12 @@ def equal_bits(config, student: wiring.Student, batch: types.LogicalBatch, order
   optimizer = wiring.optimizer(config)
   functions = wiring.functions(config, student)
   lane = lane_lib.Lane(0, functions, Buckets(tuple(config.learner.buckets)), accumulator='exact',
-                       reward_centre=config.objective.reward_centre, epsilon=config.objective.epsilon)
+                       reward_centre=config.objective.reward_centre, objective=wiring.objective(config))
 
   def new_parameters(streaming: bool, order: int) -> bytes:
     state = barrier.init(optimizer, student.params())
-    policy = scheduler.Policy(streaming=streaming, direct=False, admission_cap=_EXACT_CAP, epsilon=config.objective.epsilon)
+    policy = scheduler.Policy(streaming=streaming, direct=False, admission_cap=_EXACT_CAP,
+                              objective=wiring.objective(config))
     direction, _ = offline.batch_direction(batch, state.params, lane, policy, 'exact', order_seed=order)
     state, _ = barrier.apply(optimizer, state, direction)
     return offline.bits(state.params)

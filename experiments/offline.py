@@ -63,7 +63,7 @@ def batch_direction(batch: types.LogicalBatch, params, lane: lane_lib.Lane, poli
   rng = np.random.default_rng(order_seed)
   events = RandomlyLate(shuffled_arrival(batch, rng), rng)
   result = update_lib.run_update(batch.update, batch.policy_version, params, plans(batch), events, lane, policy)
-  return barrier.reduce_lanes(accumulator, result.sums), result
+  return barrier.reduce_lanes(accumulator, result.sums, result.normaliser), result
 
 
 def random_batch(rng: np.random.Generator, *, groups: int = 3, size: int = 4, rewards: Sequence[float] = (0.0, 0.5, 1.5),

@@ -105,24 +105,36 @@ def add_to(total, gradient, scale):
   jax.tree.map(lambda t, g: np.add(t, scale * np.asarray(g, np.float64), out=t), total, jax.device_get(gradient))
 
 
-def grpo_direction(config, params, batch, epsilon=1e-6, rotary=None):
-  """Ascent direction of a batch: mean over trajectories of A_i / L_i sum_t grad log pi (Equations 4 to 6, Appendix D.1).
+def direction(config, params, batch, advantages, token_weight, rotary=None):
+  """Ascent direction 1/m sum_i A_i sum_t w_i grad log pi, summed over groups (Equations 4 to 6).
 
-  Returns numpy float64 arrays; sums over trajectories carry no float32 rounding.
+  Args:
+    config, params, rotary: as for `weighted_gradient`.
+    batch: a types.LogicalBatch.
+    advantages: rewards of a group [m] -> [m]; not asked for groups of equal rewards, whose direction is zero.
+    token_weight: a trajectory -> weight of each of its scored tokens.
+
+  Returns:
+    numpy float64 arrays; sums over trajectories carry no float32 rounding.
   """
   total = jax.tree.map(lambda x: np.zeros(x.shape), params)
   for group in batch.groups:
     rewards = np.array([t.reward for t in group.trajectories], np.float64)
     if np.ptp(rewards) == 0:
       continue
-    advantages = (rewards - rewards.mean()) / (np.sqrt(np.mean((rewards - rewards.mean()) ** 2)) + epsilon)
-    for trajectory, advantage in zip(group.trajectories, advantages):
-      scored = trajectory.scored_tokens
-      if scored:
-        weight = 1 / (len(batch.groups) * scored)
-        gradient, _ = weighted_gradient(config, params, trajectory, np.full(scored, weight), rotary)
-        add_to(total, gradient, advantage / len(rewards))
+    for trajectory, advantage in zip(group.trajectories, advantages(rewards)):
+      if trajectory.scored_tokens:
+        weights = np.full(trajectory.scored_tokens, token_weight(trajectory))
+        add_to(total, weighted_gradient(config, params, trajectory, weights, rotary)[0], advantage / len(rewards))
   return total
+
+
+def grpo_direction(config, params, batch, epsilon=1e-6, rotary=None):
+  """GRPO: standardised rewards, mean over trajectories of their token means (Appendix D.1)."""
+  def advantages(rewards):
+    return (rewards - rewards.mean()) / (np.sqrt(np.mean((rewards - rewards.mean()) ** 2)) + epsilon)
+
+  return direction(config, params, batch, advantages, lambda t: 1 / (len(batch.groups) * t.scored_tokens), rotary)
 
 
 def opd_gradient(config, params, trajectory, teacher_log_probs):

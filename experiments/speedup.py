@@ -41,7 +41,7 @@ def step(config, student, lane, state, policy, trajectories, scale: float):
   replayer.submit_update(0, state.policy_version, trajectories)
   result = update_lib.run_update(0, state.policy_version, state.params, replay_lib.plans(trajectories), events, lane, policy)
   barrier_s = time.time()
-  direction = barrier.reduce_lanes(config.schedule.accumulator, result.sums)
+  direction = barrier.reduce_lanes(config.schedule.accumulator, result.sums, result.normaliser)
   rollout = result.rollout_end_s - begin
   service = sum(s.end_s - s.start_s for s in result.spans)
   del result

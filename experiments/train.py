@@ -224,7 +224,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
 
     progress.set(phase='optimizer')
     barrier_s = time.time()
-    direction = barrier.reduce_lanes(config.schedule.accumulator, result.sums)
+    direction = barrier.reduce_lanes(config.schedule.accumulator, result.sums, result.normaliser)
     result = dataclasses.replace(result, sums=())  # two copies of the parameters' size
     saveable.clear()
     state, norm = barrier.apply(optimizer, state, direction)

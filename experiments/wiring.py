@@ -20,6 +20,7 @@ from ts_jax.data import demonstrations, generator, splits, tasks as tasks_lib, v
 from ts_jax.kernels import fold
 from ts_jax.models import chat, source, tokenizer as tokenizer_lib, weights
 from ts_jax.models.config import ModelConfig
+from ts_jax.objectives import policy_gradient
 from ts_jax.rollout import client as client_lib, process, publication
 from ts_jax.streaming import barrier, lane as lane_lib, scheduler, sources
 from ts_jax.streaming.buckets import Buckets
@@ -162,13 +163,25 @@ def functions(config, student: Student) -> sources.SourceFunctions:
   return sources.SourceFunctions(student.config, config.agent.temperature, config.model.dtype, config.learner.remat_tokens)
 
 
+def objective(config) -> policy_gradient.Objective:
+  """From rewards to coefficients, by the objective's name; `aggregation` overrides the one that goes with the name."""
+  settings = config.objective
+  if settings.name not in policy_gradient.NAMES:
+    raise types.ConfigError(f'objective {settings.name!r} is unknown: use one of {tuple(policy_gradient.NAMES)}')
+  estimator, aggregation = policy_gradient.NAMES[settings.name]
+  if estimator == 'leave_one_out' and config.batch.group_size < 2:
+    raise types.ConfigError(f'objective {settings.name!r} needs groups of at least two, config.batch.group_size is 1')
+  try:
+    return policy_gradient.Objective(estimator, settings.aggregation or aggregation, settings.epsilon, config.agent.max_trajectory_tokens)
+  except ValueError as e:
+    raise types.ConfigError(f'config.objective: {e}') from None
+
+
 def learner_lane(config, student: Student) -> lane_lib.Lane:
   """The learner lane."""
-  if config.objective.name != 'grpo':
-    raise types.ConfigError(f"objective {config.objective.name!r} is unknown: use 'grpo'")
   return lane_lib.Lane(0, functions(config, student), Buckets(tuple(config.learner.buckets)),
                        accumulator=config.schedule.accumulator, reward_centre=config.objective.reward_centre,
-                       epsilon=config.objective.epsilon)
+                       objective=objective(config))
 
 
 def policy(config) -> scheduler.Policy:
@@ -180,7 +193,7 @@ def policy(config) -> scheduler.Policy:
   direct = config.schedule.accumulator == 'float32'
   return scheduler.Policy(
       streaming=config.schedule.name == 'thundersync', direct=direct, admission_cap=config.schedule.admission_cap,
-      pack_rows=tuple(config.schedule.pack_rows) if direct else (1,), epsilon=config.objective.epsilon)
+      pack_rows=tuple(config.schedule.pack_rows) if direct else (1,), objective=objective(config))
 
 
 def optimizer(config) -> barrier.OptimizerConfig:

@@ -7,6 +7,7 @@ import jax
 from experiments import offline
 from ts_jax.models import llama
 from ts_jax.models.config import ModelConfig
+from ts_jax.objectives import policy_gradient
 from ts_jax.streaming import lane as lane_lib, scheduler, sources
 from ts_jax.streaming.buckets import Buckets
 
@@ -23,11 +24,11 @@ def tiny_params(dtype, seed: int = 0, config: ModelConfig = TINY):
   return jax.tree.map(lambda x: x.astype(dtype), llama.init_params(config, jax.random.PRNGKey(seed), scale=0.3))
 
 
-def make_lane(*, accumulator='float32', dtype='float32', config=TINY, buckets=BUCKETS, epsilon=1e-6):
+def make_lane(*, accumulator='float32', dtype='float32', config=TINY, buckets=BUCKETS, objective=policy_gradient.Objective()):
   return lane_lib.Lane(0, sources.SourceFunctions(config, dtype=dtype), buckets, accumulator=accumulator, reward_centre=0.75,
-                       epsilon=epsilon)
+                       objective=objective)
 
 
 def direction(batch, params, policy, *, accumulator='float32', order_seed=0, dtype='float32', buckets=BUCKETS):
-  lane = make_lane(accumulator=accumulator, dtype=dtype, buckets=buckets, epsilon=policy.epsilon)
+  lane = make_lane(accumulator=accumulator, dtype=dtype, buckets=buckets, objective=policy.objective)
   return offline.batch_direction(batch, params, lane, policy, accumulator, order_seed)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ts_jax.objectives import grpo
+from ts_jax.objectives import policy_gradient
 from ts_jax.streaming import scheduler as s
 
 
@@ -58,7 +58,7 @@ def test_every_order_closes_and_accounts_for_every_source(policy, sizes, seed, l
   assert len(closed) == len(set(closed))
   for g, size in enumerate(sizes):
     rewards = [reward[g, i] for i in range(size)]
-    coefficients = grpo.source_coefficients(rewards)
+    coefficients = policy_gradient.Objective().source_coefficients(rewards)
     for i in range(size):
       if not scored[g, i]:
         assert (g, i) not in computed
@@ -67,7 +67,7 @@ def test_every_order_closes_and_accounts_for_every_source(policy, sizes, seed, l
   held = [w for w in done if isinstance(w, s.SourceWork) and w.service is s.Service.CONTENT]
   folded = {(w.group, w.index) for w in done if isinstance(w, s.FoldHeld)}
   for w in held:
-    uniform = grpo.is_uniform([reward[w.group, i] for i in range(sizes[w.group])])
+    uniform = policy_gradient.is_uniform([reward[w.group, i] for i in range(sizes[w.group])])
     assert (w.group, w.indices[0]) in folded or uniform
 
 

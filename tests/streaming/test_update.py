@@ -8,6 +8,7 @@ from hypothesis import given, settings, strategies as st
 from experiments import offline, reference
 from tests.streaming import cases
 from ts_jax import types
+from ts_jax.objectives import policy_gradient
 from ts_jax.streaming import scheduler, update
 from ts_jax.streaming.buckets import Buckets
 
@@ -81,8 +82,26 @@ def test_the_configured_epsilon_is_used_with_and_without_statistics(params64):
   with jax.enable_x64(True):
     expected = reference.grpo_direction(cases.TINY, params64, batch, epsilon=0.5)
     for streaming in (False, True):
-      policy = scheduler.Policy(streaming=streaming, pack_rows=(2, 1), epsilon=0.5)
+      policy = scheduler.Policy(streaming=streaming, pack_rows=(2, 1), objective=policy_gradient.Objective(epsilon=0.5))
       direction, _ = cases.direction(batch, params64, policy, dtype='float64')
+      assert offline.relative_error(direction, expected) <= 1e-10
+
+
+@settings(max_examples=16, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), estimator=st.sampled_from(['mean', 'leave_one_out']), streaming=st.booleans(),
+       aggregation=st.sampled_from(policy_gradient.AGGREGATIONS))
+def test_other_affine_objectives_are_exact_too(params64, seed, estimator, streaming, aggregation):
+  batch = offline.random_batch(np.random.default_rng(seed))
+  advantages = {'mean': lambda r: r - r.mean(), 'leave_one_out': lambda r: r - (r.sum() - r) / (len(r) - 1)}[estimator]
+  groups, size, tokens = len(batch.groups), 4, sum(t.scored_tokens for t in batch.trajectories)
+  weights = {'sequence': lambda t: 1 / (groups * t.scored_tokens), 'trajectory': lambda t: 1 / groups,
+             'constant': lambda t: 1 / (groups * 40), 'token': lambda t: size / tokens}
+  policy = scheduler.Policy(streaming=streaming, admission_cap=2, pack_rows=(2, 1),
+                            objective=policy_gradient.Objective(estimator, aggregation, constant=40))
+  with jax.enable_x64(True):
+    expected = reference.direction(cases.TINY, params64, batch, advantages, weights[aggregation])
+    direction, _ = cases.direction(batch, params64, policy, dtype='float64', order_seed=seed)
+    if any(np.any(x) for x in jax.tree.leaves(expected)):
       assert offline.relative_error(direction, expected) <= 1e-10
 
 

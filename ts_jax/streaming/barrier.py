@@ -48,8 +48,8 @@ def init(config: OptimizerConfig, params) -> LearnerState:
   return LearnerState(params, config.build().init(params), 0)
 
 
-def reduce_lanes(kind: str, batches: Sequence[fold.Sum]):
-  """Sum of the lanes' batch directions, in lane order, as a float pytree.
+def reduce_lanes(kind: str, batches: Sequence[fold.Sum], normaliser: float = 1.0):
+  """Sum of the lanes' batch directions, in lane order, times `normaliser` (a late scalar of the batch), as a float pytree.
 
   Raises:
     OverflowError: an exact sum may have left its range.
@@ -59,7 +59,8 @@ def reduce_lanes(kind: str, batches: Sequence[fold.Sum]):
     total = fold.add(kind, total, batch)
   fold.check(kind, total, 'batch direction')
   floating = [x.dtype for x in jax.tree.leaves(total.leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
-  return fold.value(kind, total, floating[0] if floating else jnp.float32)
+  direction = fold.value(kind, total, floating[0] if floating else jnp.float32)
+  return direction if normaliser == 1 else jax.tree.map(lambda x: x * jnp.asarray(normaliser, x.dtype), direction)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))

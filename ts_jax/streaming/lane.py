@@ -13,7 +13,7 @@ import numpy as np
 from ts_jax import types
 from ts_jax.kernels import fold
 from ts_jax.models import llama
-from ts_jax.objectives import grpo
+from ts_jax.objectives import policy_gradient
 from ts_jax.streaming import scheduler, sources as sources_lib
 from ts_jax.streaming.buckets import Buckets
 
@@ -48,7 +48,7 @@ class Lane:
   """
 
   def __init__(self, index: int, functions: sources_lib.SourceFunctions, buckets: Buckets, *, accumulator: str,
-               reward_centre: float, epsilon: float = grpo.EPSILON):
+               reward_centre: float, objective: policy_gradient.Objective = policy_gradient.Objective()):
     """Makes an idle lane.
 
     Args:
@@ -57,14 +57,14 @@ class Lane:
       buckets: allowed shapes.
       accumulator: 'float32' or 'exact'.
       reward_centre: c, subtracted from rewards before they weight a gradient; the middle of the reward range.
-      epsilon: advantage stabilisation.
+      objective: from rewards and lengths to weights.
     """
     self.index = index
     self._functions = functions
     self._buckets = buckets
     self._kind = accumulator
     self._centre = reward_centre
-    self._epsilon = epsilon
+    self._objective = objective
     self.update = -1
     self.gap = SamplerGap()
 
@@ -143,7 +143,8 @@ class Lane:
   def _source(self, work: scheduler.SourceWork, spans: list[types.Span]) -> None:
     boundary = self._prompt(work.group, spans)
     data = [self._data[work.group, i] for i in work.indices]
-    weights = [grpo.token_weight(len(self._plans), d.scored) for d in data]
+    size = self._plans[work.group].size
+    weights = [self._objective.token_weight(len(self._plans), size, d.scored) for d in data]
     packed = len(work.indices) > 1
     if packed:  # rows of one sum: each carries its coefficient; otherwise the fold applies it
       weights = [w * c for w, c in zip(weights, work.coefficients)]
@@ -174,11 +175,11 @@ class Lane:
 
   def _close(self, work: scheduler.CloseGroup, spans: list[types.Span]) -> None:
     state = self._groups.pop(work.group, _Group())
-    if grpo.is_uniform(work.rewards) or (state.statistics is None and state.direct_adjoint is None):
+    if policy_gradient.is_uniform(work.rewards) or (state.statistics is None and state.direct_adjoint is None):
       return
     adjoint = None
     if state.statistics is not None:
-      reduction = grpo.group_reduction(work.rewards, self._centre, self._epsilon)
+      reduction = self._objective.group_reduction(work.rewards, self._centre)
       with _Timed(self, spans, 'reduce', work.group):
         for statistic in state.statistics:
           fold.check(self._kind, statistic, f'group {work.group}')

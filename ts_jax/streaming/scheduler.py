@@ -14,7 +14,7 @@ import dataclasses
 import enum
 from typing import Sequence
 
-from ts_jax.objectives import grpo
+from ts_jax.objectives import policy_gradient
 
 
 class SchedulerError(RuntimeError):
@@ -51,7 +51,7 @@ class Policy:
     admission_cap: groups per lane that may hold statistics at once.
     pack_rows: how many `final` sources of a group may run as one batch, e.g. (4, 1); only with `direct`.
     pack_waste: largest padded cost of a pack relative to its members' own.
-    epsilon: advantage stabilisation; the lanes' own.
+    objective: from rewards to coefficients; the lanes' own.
   """
 
   streaming: bool = True
@@ -59,7 +59,7 @@ class Policy:
   admission_cap: int = 4
   pack_rows: tuple[int, ...] = (1,)
   pack_waste: float = 1.15
-  epsilon: float = grpo.EPSILON
+  objective: policy_gradient.Objective = policy_gradient.Objective()
 
   def __post_init__(self):
     if self.admission_cap < 1:
@@ -290,8 +290,8 @@ def _settle(state: State) -> State:
   for number, group in enumerate(state.groups):
     if group.closed or group.closing or not group.final:
       continue
-    coefficients = grpo.source_coefficients(group.rewards, state.policy.epsilon)
-    uniform = grpo.is_uniform(group.rewards)
+    coefficients = state.policy.objective.source_coefficients(group.rewards)
+    uniform = policy_gradient.is_uniform(group.rewards)
     for index, source in enumerate(group.sources):
       # In a mixed group a single zero advantage may be dropped only where its sum is not part of exact statistics.
       if source.status is Status.READY and (uniform or (state.policy.direct and coefficients[index] == 0)):
@@ -331,7 +331,8 @@ def _assign(state: State, lane: int, work: Work) -> State:
     case FoldHeld():
       return _with_source(state, work.group, work.index, status=Status.IN_LANE)
     case CloseGroup():
-      wasted = sum(s.status is Status.DONE for s in state.groups[work.group].sources) if grpo.is_uniform(work.rewards) else 0
+      computed = sum(s.status is Status.DONE for s in state.groups[work.group].sources)
+      wasted = computed if policy_gradient.is_uniform(work.rewards) else 0
       return dataclasses.replace(_with_group(state, work.group, closing=True), wasted=state.wasted + wasted)
   raise SchedulerError(f'unknown work {work!r}')
 
@@ -380,7 +381,7 @@ def _best_source(state: State, lane: int, mine: list[tuple[int, GroupState]]) ->
   if not direct:
     return SourceWork(number, (index,), service, reward=group.sources[index].reward)
   indices = _pack(state.policy, group, index)
-  coefficients = grpo.source_coefficients(group.rewards, state.policy.epsilon)
+  coefficients = state.policy.objective.source_coefficients(group.rewards)
   return SourceWork(number, indices, service, coefficients=tuple(float(coefficients[i]) for i in indices))
 
 

@@ -26,7 +26,8 @@ class UpdateResult:
 
   Attributes:
     batch: the logical batch, complete.
-    sums: batch direction per lane.
+    sums: batch direction per lane, before `normaliser`.
+    normaliser: factor of the summed direction, known once every length is.
     spans: learner spans with readiness.
     gap: learner against sampler log-probs.
     skipped, wasted: sources never computed, and computed in vain, because their group was uniform.
@@ -35,6 +36,7 @@ class UpdateResult:
 
   batch: types.LogicalBatch
   sums: tuple[fold.Sum, ...]
+  normaliser: float
   spans: tuple[types.Span, ...]
   gap: lane_lib.SamplerGap
   skipped: int
@@ -117,7 +119,8 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
             'config.rollout.stall_timeout_s sets the limit') from None
   batch = record.complete()
   rollout_end_s = max(t.reward_s for t in batch.trajectories)
-  return UpdateResult(batch, (lane.finish(),), tuple(spans), lane.gap, state.skipped, state.wasted, rollout_end_s,
+  normaliser = policy.objective.normaliser(sum(t.scored_tokens for t in batch.trajectories))
+  return UpdateResult(batch, (lane.finish(),), normaliser, tuple(spans), lane.gap, state.skipped, state.wasted, rollout_end_s,
                       max(learner_end_s, rollout_end_s))
 
 
