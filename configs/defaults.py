@@ -62,6 +62,7 @@ def get_config() -> config_dict.ConfigDict:
           learning_rate=1e-6, b1=0.9, b2=0.999, epsilon=1e-8, weight_decay=0.0, max_norm=1.0, moment_dtype='float32'),
       schedule=config_dict.create(
           name='thundersync',  # or 'sync'
+          granularity='trajectory',  # or 'forward': turns run forward as they arrive, one backward pass at completion
           accumulator='float32',  # or 'exact': bitwise independent of arrival order
           admission_cap=4,  # groups that may hold statistics at once
           pack_rows=(4, 1),  # sources of a group run together once their advantages are known (float32 only)
@@ -69,6 +70,8 @@ def get_config() -> config_dict.ConfigDict:
       learner=config_dict.create(
           cores='auto',  # 'auto': the lower half of this process's cores
           buckets=(64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
+          keep='all',  # of turns run forward: 'all', or 'inputs' of layers (an eighth of the memory, a third more work)
+          kept_mb=2048,  # memory for that; trajectories beyond it run forward at completion
           remat_tokens=2048,  # longer segments recompute their layers in the backward pass
       ),
       evaluation=config_dict.create(

@@ -21,14 +21,13 @@ def plans(batch: types.LogicalBatch) -> list[types.GroupPlan]:
 
 
 def shuffled_arrival(batch: types.LogicalBatch, rng: np.random.Generator) -> list[types.RolloutEvent]:
-  """A random order of content and reward events; each reward comes after its content."""
-  trajectories = [t for t in batch.trajectories for _ in range(2)]
-  seen, events = set(), []
-  for i in rng.permutation(len(trajectories)):
-    t = trajectories[i]
-    events.append(types.RewardFixed(t) if t.key in seen else types.ContentFixed(t))
-    seen.add(t.key)
-  return events
+  """A random interleaving of the trajectories' events; each has its turns in order, then its content, then its reward."""
+  waiting = {}
+  for t in batch.trajectories:
+    turns = [types.TurnFinished(t.update, t.group, t.index, turn) for turn in t.turns]
+    waiting[t.key] = [types.RewardFixed(t), types.ContentFixed(t), *reversed(turns)]
+  keys = [key for key, events in waiting.items() for _ in events]
+  return [waiting[keys[i]].pop() for i in rng.permutation(len(keys))]
 
 
 class RandomlyLate:

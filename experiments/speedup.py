@@ -33,7 +33,7 @@ _ROUNDS = flags.DEFINE_integer('rounds', 2, 'Times each batch runs under each sc
 flags.mark_flags_as_required(['config'])
 
 
-def step(config, student, lane, state, policy, trajectories, scale: float):
+def step(config, lane, state, policy, trajectories, scale: float):
   """One update; returns (next state, R, learner service, P, step time), seconds."""
   events: queue.Queue = queue.Queue()
   replayer = replay_lib.Replayer(events.put_nowait, scale, events.put_nowait)
@@ -57,22 +57,28 @@ def measure(config, folder: pathlib.Path) -> dict[str, float]:
   student = wiring.load_student(config)
   run = recording.record(config, folder, _BATCHES.value)
   batches = [run.read_trajectories(k) for k in range(_BATCHES.value)]
-  lane, buckets = wiring.learner_lane(config, student), Buckets(tuple(config.learner.buckets))
+  buckets = Buckets(tuple(config.learner.buckets))
   state = barrier.init(wiring.optimizer(config), student.params())
-  base = wiring.policy(config)
-  policies = {name: dataclasses.replace(base, streaming=name == 'thundersync') for name in ('sync', 'thundersync')}
   flat = [t for b in batches for t in b]
   prompts, longest = {len(t.prompt_ids) for t in flat}, max(len(t.completion_ids) for t in flat)
-  shapes = warmup.count(buckets, prompts, longest, base.pack_rows)
-  with progress_lib.Progress(shapes, 'compile learner', 'shapes') as compiling:
-    warmup.warm_up(wiring.functions(config, student), state.params, buckets, prompt_tokens=prompts, max_tokens=longest,
-                   rows=base.pack_rows, accumulator=config.schedule.accumulator, advance=compiling.advance)
+  # Sync does its cheapest pass, whatever granularity is configured.
+  streamed = wiring.policy(config, student, longest)
+  policies = {'sync': dataclasses.replace(streamed, streaming=False, forward=False), 'thundersync': streamed}
+  lanes = {}
+  for name, policy in policies.items():
+    trajectories = wiring.open_trajectories(config, student, longest) if policy.forward else None
+    lanes[name] = wiring.learner_lane(config, student, trajectories)
+    shapes = warmup.count(buckets, prompts, longest, policy.pack_rows)
+    with progress_lib.Progress(shapes, f'compile {name}', 'shapes') as compiling:
+      warmup.warm_up(wiring.functions(config, student), state.params, buckets, prompt_tokens=prompts, max_tokens=longest,
+                     rows=policy.pack_rows, accumulator=config.schedule.accumulator, trajectories=trajectories,
+                     advance=compiling.advance)
 
   # Balance: one Sync update per batch with all rewards at once measures L; recorded times are scaled to it.
   scales = []
   for trajectories in batches:
-    state, *_ = step(config, student, lane, state, policies['sync'], trajectories, 0.0)  # settles caches and buffers
-    state, _, service, _, _ = step(config, student, lane, state, policies['sync'], trajectories, 0.0)
+    state, *_ = step(config, lanes['sync'], state, policies['sync'], trajectories, 0.0)  # settles caches and buffers
+    state, _, service, _, _ = step(config, lanes['sync'], state, policies['sync'], trajectories, 0.0)
     recorded = max(t.reward_s for t in trajectories) - min(t.start_s for t in trajectories)
     scales.append(service / recorded)
 
@@ -81,7 +87,7 @@ def measure(config, folder: pathlib.Path) -> dict[str, float]:
     for _ in range(_ROUNDS.value):
       for trajectories, scale in zip(batches, scales):
         for name, policy in policies.items():
-          state, *row = step(config, student, lane, state, policy, trajectories, scale)
+          state, *row = step(config, lanes[name], state, policy, trajectories, scale)
           rows[name].append(tuple(row))
           progress.advance()
 

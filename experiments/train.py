@@ -150,7 +150,6 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
                               f'{recording.updates_with_trajectories()}; set config.updates accordingly')
     return trajectories
 
-  lane = wiring.learner_lane(config, student)
   buckets = Buckets(tuple(config.learner.buckets))
   if replaying:
     replayed = [t for k in range(first, config.updates) for t in recorded(k)]
@@ -159,10 +158,14 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   else:
     prompt_tokens = {len(p) for p in tasks.prompts.values()}
     longest = wiring.max_completion_tokens(config)
+  policy = wiring.policy(config, student, longest)
+  open_trajectories = wiring.open_trajectories(config, student, longest)
+  lane = wiring.learner_lane(config, student, open_trajectories)
   shapes = warmup.count(buckets, prompt_tokens, longest, policy.pack_rows)
   with progress_lib.Progress(shapes, 'compile learner', 'shapes') as compiling:
     warmup.warm_up(wiring.functions(config, student), state.params, buckets, prompt_tokens=prompt_tokens, max_tokens=longest,
-                   rows=policy.pack_rows, accumulator=config.schedule.accumulator, advance=compiling.advance)
+                   rows=policy.pack_rows, accumulator=config.schedule.accumulator,
+                   trajectories=open_trajectories, advance=compiling.advance)
 
   if engines is not None:
     engines.wait_started()

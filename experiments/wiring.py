@@ -18,11 +18,11 @@ from ts_jax import types
 from ts_jax.agents import environment, limits as limits_lib, loop, pool, prompt as prompt_lib, sandbox as sandbox_lib
 from ts_jax.data import demonstrations, generator, splits, tasks as tasks_lib, validate, verifier as verifier_lib
 from ts_jax.kernels import fold
-from ts_jax.models import chat, source, tokenizer as tokenizer_lib, weights
+from ts_jax.models import chat, source, staged, tokenizer as tokenizer_lib, weights
 from ts_jax.models.config import ModelConfig
 from ts_jax.objectives import policy_gradient
 from ts_jax.rollout import client as client_lib, process, publication
-from ts_jax.streaming import barrier, lane as lane_lib, scheduler, sources
+from ts_jax.streaming import barrier, lane as lane_lib, open_trajectories as open_trajectories_lib, scheduler, sources
 from ts_jax.streaming.buckets import Buckets
 from ts_jax.telemetry import progress as progress_lib
 
@@ -177,23 +177,47 @@ def objective(config) -> policy_gradient.Objective:
     raise types.ConfigError(f'config.objective: {e}') from None
 
 
-def learner_lane(config, student: Student) -> lane_lib.Lane:
+def open_trajectories(config, student: Student, max_tokens: int) -> open_trajectories_lib.OpenTrajectories | None:
+  """What a lane keeps of unfinished trajectories of up to `max_tokens` completion tokens; None but at granularity `forward`."""
+  if config.schedule.granularity != 'forward':
+    return None
+  return open_trajectories_lib.OpenTrajectories(functions(config, student), Buckets(tuple(config.learner.buckets)), max_tokens,
+                                                config.learner.keep)
+
+
+def learner_lane(config, student: Student, trajectories: open_trajectories_lib.OpenTrajectories | None = None) -> lane_lib.Lane:
   """The learner lane."""
   return lane_lib.Lane(0, functions(config, student), Buckets(tuple(config.learner.buckets)),
                        accumulator=config.schedule.accumulator, reward_centre=config.objective.reward_centre,
-                       objective=objective(config))
+                       objective=objective(config), trajectories=trajectories)
 
 
-def policy(config) -> scheduler.Policy:
-  """The schedule."""
+def policy(config, student: Student | None = None, max_tokens: int = 0) -> scheduler.Policy:
+  """The schedule; with a student and the longest completion, how many trajectories the memory budget may keep open."""
   if config.schedule.name not in ('sync', 'thundersync'):
     raise types.ConfigError(f"schedule {config.schedule.name!r} is unknown: use 'sync' or 'thundersync'")
   if config.schedule.accumulator not in fold.KINDS:
     raise types.ConfigError(f"accumulator {config.schedule.accumulator!r} is unknown: use one of {fold.KINDS}")
+  if config.schedule.granularity not in ('trajectory', 'forward'):
+    raise types.ConfigError(f"granularity {config.schedule.granularity!r} is unknown: use 'trajectory' or 'forward'")
+  forward = config.schedule.granularity == 'forward'
+  if forward and config.schedule.name == 'sync':
+    raise types.ConfigError("granularity 'forward' streams, which schedule 'sync' does not: set schedule.granularity=trajectory")
+  if config.learner.keep not in staged.KEEP:
+    raise types.ConfigError(f'config.learner.keep={config.learner.keep!r} is unknown: use one of {staged.KEEP}')
+  kept_cap = 1
+  if forward and student is not None:
+    size = open_trajectories_lib.room(Buckets(tuple(config.learner.buckets)), max_tokens) * staged.token_bytes(
+        student.config, config.learner.keep, jnp.dtype(config.model.dtype).itemsize)
+    kept_cap = int(config.learner.kept_mb * 1e6 // size)
+    if not kept_cap:
+      raise types.ConfigError(f'config.learner.kept_mb={config.learner.kept_mb} is less than one trajectory of {max_tokens} tokens '
+                              f"keeps ({size / 1e6:.0f} MB): raise it, or set learner.keep='inputs'")
   direct = config.schedule.accumulator == 'float32'
   return scheduler.Policy(
       streaming=config.schedule.name == 'thundersync', direct=direct, admission_cap=config.schedule.admission_cap,
-      pack_rows=tuple(config.schedule.pack_rows) if direct else (1,), objective=objective(config))
+      pack_rows=tuple(config.schedule.pack_rows) if direct and not forward else (1,), objective=objective(config),
+      forward=forward, kept_cap=kept_cap)
 
 
 def optimizer(config) -> barrier.OptimizerConfig:

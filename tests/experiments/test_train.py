@@ -117,6 +117,23 @@ def test_replayed_schedules_and_a_resumed_run_give_the_same_bits(recording, star
   assert [r['update'] for r in run.read_metrics()] == [0, 1, 2]
 
 
+def test_turns_that_run_forward_on_arrival_change_no_bit(recording, start, tmp_path):
+  forward = '--config.schedule.granularity=forward'
+  finished(start(tmp_path / 'at_once', *replay(recording, 'thundersync', forward)))
+  finished(start(tmp_path / 'slow', *replay(recording, 'thundersync', forward, '--config.rollout.replay_scale=5.0')))
+  assert final_bits(tmp_path / 'at_once') == final_bits(tmp_path / 'slow')
+  spans = rundir.RunDirectory(tmp_path / 'slow').read_trace()
+  assert any(s.kind == 'forward' for s in spans)
+
+
+def test_forward_is_refused_where_it_cannot_work(recording, start, tmp_path):
+  for name, setting, message in (('sync', '--config.learner.kept_mb=2048', "which schedule 'sync' does not"),
+                                 ('thundersync', '--config.learner.kept_mb=0', 'less than one trajectory')):
+    child = start(tmp_path / name, *replay(recording, name, '--config.schedule.granularity=forward', setting))
+    output, _ = child.communicate(timeout=WAIT_S)
+    assert child.returncode == 1 and message in output, output[-2000:]
+
+
 def test_replay_of_updates_that_were_not_recorded_is_refused(recording, start, tmp_path):
   child = start(tmp_path / 'run', *replay(recording, 'sync'), '--config.updates=9')
   output, _ = child.communicate(timeout=WAIT_S)

@@ -16,7 +16,8 @@ def simulate(policy, sizes, seed, rewards=(0.0, 0.5, 1.5), lanes=1):
   done, peak = [], 0
   reward = {(g, i): float(rng.choice(rewards)) for g, m in enumerate(sizes) for i in range(m)}
   scored = {at: int(rng.integers(0, 4)) for at in reward}
-  pending = [('content', at) for at in reward]
+  turns = {at: int(rng.integers(0, 4)) if policy.forward else 0 for at in reward}
+  pending, arrived = [('turn', at) if turns[at] else ('content', at) for at in reward], {}
   while pending or running:
     if state.closed:
       break
@@ -25,7 +26,12 @@ def simulate(policy, sizes, seed, rewards=(0.0, 0.5, 1.5), lanes=1):
     if kind == 'event':
       pending.remove(item)
       what, at = item
-      if what == 'content':
+      if what == 'turn':
+        turns[at] -= 1
+        pending.append(('turn', at) if turns[at] else ('content', at))
+        arrived[at] = arrived.get(at, 0) + 1
+        event = s.TurnReady(*at, turns=arrived[at])
+      elif what == 'content':
         pending.append(('reward', at))
         event = s.ContentReady(*at, scored=scored[at], cost=int(rng.choice([64, 128])))
       else:
@@ -37,13 +43,16 @@ def simulate(policy, sizes, seed, rewards=(0.0, 0.5, 1.5), lanes=1):
     state, more = s.advance(state, event)
     running += more
     for lane in range(lanes):
+      kept = sum(x.forwarded > 0 and x.status in (s.Status.RUNNING, s.Status.READY) for g in state.groups if g.lane == lane for x in g.sources)
+      assert kept <= policy.kept_cap
       peak = max(peak, sum(g.statistics for g in state.groups if g.lane == lane))
   return state, done, peak, reward, scored
 
 
 POLICIES = st.builds(
-    lambda streaming, direct, cap, rows: s.Policy(streaming, direct, cap, rows if direct else (1,)),
-    st.booleans(), st.booleans(), st.integers(1, 3), st.sampled_from([(1,), (2, 1), (4, 2, 1)]))
+    lambda streaming, direct, cap, rows, forward: s.Policy(
+        streaming or forward, direct, cap, rows if direct and not forward else (1,), forward=forward, kept_cap=cap),
+    st.booleans(), st.booleans(), st.integers(1, 3), st.sampled_from([(1,), (2, 1), (4, 2, 1)]), st.booleans())
 
 
 @settings(max_examples=300, deadline=None)
@@ -167,3 +176,28 @@ def test_packs_stay_within_the_permitted_padding():
 def test_contradictory_policies_are_refused(settings_):
   with pytest.raises(ValueError):
     s.Policy(**settings_)
+
+
+def test_turns_run_forward_when_nothing_better_is_ready_the_longest_waiting_first():
+  policy = s.Policy(forward=True, kept_cap=1)
+  state, assigned = s.start(policy, [3])
+  assert assigned == [s.Assignment(0, s.PromptForward(0))]
+  for index, turns in ((0, 1), (1, 1), (1, 2)):
+    state, more = s.advance(state, s.TurnReady(0, index, turns))
+    assert not more  # the lane is busy
+  state, (turn,) = s.advance(state, s.WorkDone(0, assigned[0].work))
+  assert turn.work == s.TurnForward(0, 1, 2)
+  state, more = s.advance(state, s.WorkDone(0, turn.work))
+  assert not more  # trajectory 0 would need a second place among kept ones
+  state, (source,) = s.advance(state, s.ContentReady(0, 1, scored=3, cost=64))
+  assert isinstance(source.work, s.SourceWork) and source.work.indices == (1,)
+  state, (turn,) = s.advance(state, s.WorkDone(0, source.work))
+  assert turn.work == s.TurnForward(0, 0, 1)
+  with pytest.raises(s.SchedulerError, match='fixed before'):
+    s.advance(state, s.TurnReady(0, 1, 3))
+
+
+def test_forward_needs_streaming_and_single_rows():
+  for wrong in (dict(streaming=False), dict(pack_rows=(2, 1))):
+    with pytest.raises(ValueError, match='granularity forward needs'):
+      s.Policy(forward=True, **wrong)

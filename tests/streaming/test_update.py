@@ -9,10 +9,11 @@ from experiments import offline, reference
 from tests.streaming import cases
 from ts_jax import types
 from ts_jax.objectives import policy_gradient
-from ts_jax.streaming import scheduler, update
+from ts_jax.streaming import barrier, scheduler, update
 from ts_jax.streaming.buckets import Buckets
 
-POLICIES = {'sync': cases.SYNC, 'thundersync': cases.STREAM, 'exact sync': cases.SYNC_EXACT, 'exact stream': cases.STREAM_EXACT}
+POLICIES = {'sync': cases.SYNC, 'thundersync': cases.STREAM, 'exact sync': cases.SYNC_EXACT, 'exact stream': cases.STREAM_EXACT,
+            'forward': cases.FORWARD, 'exact forward': cases.FORWARD_EXACT}
 
 
 @pytest.fixture(scope='module')
@@ -35,6 +36,46 @@ def test_any_batch_in_any_order_gives_the_full_sequence_gradient(params64, seed,
       assert offline.relative_error(direction, expected) <= 1e-10
 
 
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), keep=st.sampled_from(['inputs', 'all']), cap=st.integers(1, 6), exact=st.booleans())
+def test_forward_on_arrival_gives_the_full_sequence_gradient(params64, seed, keep, cap, exact):
+  batch = offline.random_batch(np.random.default_rng(seed))
+  policy = scheduler.Policy(forward=True, direct=not exact, admission_cap=2, kept_cap=cap)
+  with jax.enable_x64(True):
+    expected = reference.grpo_direction(cases.TINY, params64, batch)
+    direction, result = cases.direction(batch, params64, policy, dtype='float64', order_seed=seed, keep=keep,
+                                        accumulator='exact' if exact else 'float32')
+    if any(np.any(x) for x in jax.tree.leaves(expected)):
+      assert offline.relative_error(direction, expected) <= (1e-6 if exact else 1e-10)  # exact sums are read as float32
+  early = sum(s.kind == 'forward' for s in result.spans)
+  assert early <= sum(len(t.turns) for t in batch.trajectories)
+
+
+def test_turns_do_run_forward_before_their_trajectory_is_complete():
+  batch = offline.random_batch(np.random.default_rng(11), size=5)
+  _, result = cases.direction(batch, cases.tiny_params('float32'), cases.FORWARD)
+  assert any(s.kind == 'forward' for s in result.spans)
+
+
+def test_an_attempt_made_again_starts_over(params64):
+  batch = offline.random_batch(np.random.default_rng(6), groups=1, size=2, max_turns=3, rewards=(0.0,))
+  first, second = (types.Trajectory.from_json({**t.to_json(), 'reward': float(i)}) for i, t in enumerate(batch.trajectories))
+  batch = types.LogicalBatch(0, 0, (types.Group(0, 'task0', first.prompt_ids, (first, second)),))
+
+  def failed(turn):  # what a lost attempt had sampled
+    other = tuple((i + 1) % cases.TINY.vocab_size for i in turn.sampled.token_ids)
+    return types.Turn.from_json({**turn.to_json(), 'sampled': {**turn.sampled.to_json(), 'token_ids': list(other)}})
+
+  rest = offline.shuffled_arrival(batch, np.random.default_rng(0))
+  events = [types.TurnFinished(0, 0, 1, failed(t)) for t in second.turns] + rest
+  with jax.enable_x64(True):
+    lane = cases.make_lane(dtype='float64', keep='all')
+    stream = offline.RandomlyLate(events, np.random.default_rng(1))
+    result = update.run_update(0, 0, params64, offline.plans(batch), stream, lane, cases.FORWARD)
+    direction = barrier.reduce_lanes('float32', result.sums)
+    assert offline.relative_error(direction, reference.grpo_direction(cases.TINY, params64, batch)) <= 1e-10
+
+
 def test_float32_stays_close_to_the_float64_reference(params64):
   batch = offline.random_batch(np.random.default_rng(5))
   with jax.enable_x64(True):
@@ -47,12 +88,13 @@ def test_float32_stays_close_to_the_float64_reference(params64):
 def test_exact_accumulator_gives_equal_bits_for_every_order_and_schedule():
   batch = offline.random_batch(np.random.default_rng(11), size=5)
   params = cases.tiny_params('float32')
-  seen = set()
-  for policy in (cases.SYNC_EXACT, cases.STREAM_EXACT):
-    for order in range(8):
-      direction, _ = cases.direction(batch, params, policy, accumulator='exact', order_seed=order)
-      seen.add(offline.bits(direction))
-  assert len(seen) == 1
+  for policies in ((cases.SYNC_EXACT, cases.STREAM_EXACT), (cases.FORWARD_EXACT,)):
+    seen = set()
+    for policy in policies:
+      for order in range(8):
+        direction, _ = cases.direction(batch, params, policy, accumulator='exact', order_seed=order)
+        seen.add(offline.bits(direction))
+    assert len(seen) == 1
 
 
 def with_rewards(batch, rewards):

@@ -75,6 +75,14 @@ def grow(kept: Kept, capacity: int) -> Kept:
   return Kept(jax.tree.map(lambda x: pad(x, 2), kept.values), memory, pad(kept.hidden, 1), kept.start)
 
 
+def trim(kept: Kept, capacity: int) -> Kept:
+  """The same trajectory with room for its first `capacity` tokens only."""
+  spare = kept.capacity - capacity
+  cut = lambda x: x[:, :x.shape[1] - spare]
+  memory = kept.memory.replace(keys=cut(kept.memory.keys), values=cut(kept.memory.values))
+  return Kept(jax.tree.map(lambda x: x[:, :, :capacity], kept.values), memory, kept.hidden[:, :capacity], kept.start)
+
+
 def extend(config: ModelConfig, params: llama.Params, kept: Kept, tokens: Array, count: Array, past: int) -> Kept:
   """Runs the layers over the next tokens and keeps what the backward pass needs.
 

@@ -5,15 +5,24 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from typing import Callable, Sequence
+from typing import Callable, NamedTuple, Sequence
 
 from ts_jax import types
 
 EmitEvent = Callable[[types.RolloutEvent], None]
 
 
-def schedule(trajectories: Sequence[types.Trajectory], scale: float) -> list[tuple[float, str, types.Trajectory]]:
-  """(seconds after the update's start, 'content' or 'reward', trajectory), in order.
+class Moment(NamedTuple):
+  """One event to come: `kind` 0 for a turn, 1 for a trajectory's content, 2 for its reward."""
+
+  delay_s: float
+  kind: int
+  trajectory: types.Trajectory
+  turn: int = -1
+
+
+def schedule(trajectories: Sequence[types.Trajectory], scale: float) -> list[Moment]:
+  """The events of an update, in order; delays are seconds after its start.
 
   Args:
     trajectories: of one update; their times are seconds on the recording run's clock.
@@ -28,9 +37,10 @@ def schedule(trajectories: Sequence[types.Trajectory], scale: float) -> list[tup
     if t.reward is None or not t.start_s <= t.content_s <= t.reward_s:
       raise types.ConfigError(f'recorded trajectory {t.key} has no reward or no times: replay a run whose updates completed')
   begin = min(t.start_s for t in trajectories)
-  moments = [((t.content_s - begin) * scale, 'content', t) for t in trajectories]
-  moments += [((t.reward_s - begin) * scale, 'reward', t) for t in trajectories]
-  return sorted(moments, key=lambda m: (m[0], m[1] == 'reward', m[2].key))
+  delay = lambda at: max(0.0, at - begin) * scale
+  moments = [Moment(delay(min(u.tool_end_s or u.request_end_s, t.content_s)), 0, t, i) for t in trajectories for i, u in enumerate(t.turns)]
+  moments += [Moment(delay(t.content_s), 1, t) for t in trajectories] + [Moment(delay(t.reward_s), 2, t) for t in trajectories]
+  return sorted(moments, key=lambda m: (m.delay_s, m.kind, m.trajectory.key, m.turn))
 
 
 def plans(trajectories: Sequence[types.Trajectory]) -> list[types.GroupPlan]:
@@ -67,10 +77,11 @@ class Replayer:
 
   def _feed(self, update: int, policy_version: int, moments) -> None:
     begin = time.time()
-    origin = min(t.start_s for _, _, t in moments)
+    origin = min(m.trajectory.start_s for m in moments)
     shift = lambda t: begin + (t - origin) * self._scale
-    for delay, kind, recorded in moments:
-      if self._stop.wait(max(0.0, begin + delay - time.time())):
+    for moment in moments:
+      recorded = moment.trajectory
+      if self._stop.wait(max(0.0, begin + moment.delay_s - time.time())):
         return
       turns = tuple(dataclasses.replace(
           turn, request_start_s=shift(turn.request_start_s), request_end_s=shift(turn.request_end_s),
@@ -78,7 +89,9 @@ class Replayer:
       trajectory = dataclasses.replace(
           recorded, update=update, policy_version=policy_version, turns=turns, start_s=shift(recorded.start_s),
           content_s=shift(recorded.content_s), reward_s=shift(recorded.reward_s))
-      if kind == 'content':
+      if moment.kind == 0:
+        self._emit_event(types.TurnFinished(update, trajectory.group, trajectory.index, turns[moment.turn]))
+      elif moment.kind == 1:
         self._emit_event(types.ContentFixed(dataclasses.replace(trajectory, reward=None, tests_passed=())))
         for turn in turns:
           at = (update, trajectory.group, trajectory.index, turn.index)

@@ -16,6 +16,7 @@ from ts_jax.models import llama
 from ts_jax.objectives import policy_gradient
 from ts_jax.streaming import scheduler, sources as sources_lib
 from ts_jax.streaming.buckets import Buckets
+from ts_jax.streaming.open_trajectories import OpenTrajectories
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Lane:
   """
 
   def __init__(self, index: int, functions: sources_lib.SourceFunctions, buckets: Buckets, *, accumulator: str,
-               reward_centre: float, objective: policy_gradient.Objective = policy_gradient.Objective()):
+               reward_centre: float, objective: policy_gradient.Objective = policy_gradient.Objective(), trajectories: OpenTrajectories | None = None):
     """Makes an idle lane.
 
     Args:
@@ -58,6 +59,7 @@ class Lane:
       accumulator: 'float32' or 'exact'.
       reward_centre: c, subtracted from rewards before they weight a gradient; the middle of the reward range.
       objective: from rewards and lengths to weights.
+      trajectories: at granularity `forward`, the trajectories whose turns run forward as they arrive.
     """
     self.index = index
     self._functions = functions
@@ -65,6 +67,7 @@ class Lane:
     self._kind = accumulator
     self._centre = reward_centre
     self._objective = objective
+    self._trajectories = trajectories
     self.update = -1
     self.gap = SamplerGap()
 
@@ -80,7 +83,13 @@ class Lane:
     self._groups: dict[int, _Group] = {}
     self._data: dict[tuple[int, int], sources_lib.SourceData] = {}
     self._batch: fold.Sum | None = None
+    if self._trajectories is not None:
+      self._trajectories.clear()
     self.gap = SamplerGap()
+
+  def register_turn(self, group: int, index: int, turn: types.Turn) -> None:
+    """Hands over one more turn of a running trajectory (granularity `forward`)."""
+    self._trajectories.register((group, index), turn)
 
   def register(self, group: int, index: int, data: sources_lib.SourceData) -> None:
     """Hands over a finished trajectory's tokens.
@@ -104,6 +113,8 @@ class Lane:
     match work:
       case scheduler.PromptForward():
         self._prompt(work.group, spans)
+      case scheduler.TurnForward():
+        self._turns(work, spans)
       case scheduler.SourceWork():
         self._source(work, spans)
       case scheduler.FoldHeld():
@@ -140,6 +151,11 @@ class Lane:
         state.boundary = jax.block_until_ready(self._functions.prompt_forward(self._params, tokens, length))
     return state.boundary
 
+  def _turns(self, work: scheduler.TurnForward, spans: list[types.Span]) -> None:
+    boundary = self._prompt(work.group, spans)
+    with _Timed(self, spans, 'forward', work.group, work.index):
+      self._trajectories.forward(self._params, self._plans[work.group].prompt_ids, boundary, (work.group, work.index), work.turns)
+
   def _source(self, work: scheduler.SourceWork, spans: list[types.Span]) -> None:
     boundary = self._prompt(work.group, spans)
     data = [self._data[work.group, i] for i in work.indices]
@@ -151,7 +167,11 @@ class Lane:
     batch = sources_lib.pack(self._plans[work.group].prompt_ids, data, weights, self._buckets)
     index = work.indices[0] if len(work.indices) == 1 else -1
     with _Timed(self, spans, 'source', work.group, index, tokens=sum(d.tokens for d in data)):
-      result = jax.block_until_ready(self._functions.source_gradient(self._params, boundary, batch))
+      if self._trajectories is None:
+        result = self._functions.source_gradient(self._params, boundary, batch)
+      else:
+        result = self._trajectories.source_gradient(self._params, boundary, (work.group, index), batch, data[0].tokens)
+      jax.block_until_ready(result)
     self._measure_gap(data, np.asarray(result.log_probs))
     with _Timed(self, spans, 'fold', work.group, index):
       if work.coefficients is not None:
@@ -175,6 +195,8 @@ class Lane:
 
   def _close(self, work: scheduler.CloseGroup, spans: list[types.Span]) -> None:
     state = self._groups.pop(work.group, _Group())
+    if self._trajectories is not None:
+      self._trajectories.drop(work.group)
     if policy_gradient.is_uniform(work.rewards) or (state.statistics is None and state.direct_adjoint is None):
       return
     adjoint = None

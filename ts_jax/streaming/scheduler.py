@@ -5,7 +5,8 @@ lanes: it feeds events and runs what is assigned.  A schedule is a `Policy`; the
 
 Service order at a free lane: fold a held gradient whose reward arrived; close a group; then sources, `final` (all
 rewards of the group known) before `known` (its own reward known) before `content` (tokens fixed, verdict pending), in
-readiness order; then prompts nobody asked for yet.
+readiness order; then, at granularity `forward`, the forward pass of turns of running trajectories; then prompts nobody asked
+for yet.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ class Policy:
     pack_rows: how many `final` sources of a group may run as one batch, e.g. (4, 1); only with `direct`.
     pack_waste: largest padded cost of a pack relative to its members' own.
     objective: from rewards to coefficients; the lanes' own.
+    forward: granularity `forward`: turns of running trajectories run forward as they arrive.  Otherwise a trajectory is
+      touched once its content is fixed.
+    kept_cap: trajectories per lane that may hold kept values of turns at once (a memory budget).
   """
 
   streaming: bool = True
@@ -60,25 +64,32 @@ class Policy:
   pack_rows: tuple[int, ...] = (1,)
   pack_waste: float = 1.15
   objective: policy_gradient.Objective = policy_gradient.Objective()
+  forward: bool = False
+  kept_cap: int = 8
 
   def __post_init__(self):
     if self.admission_cap < 1:
       raise ValueError(f'admission cap {self.admission_cap} must be at least 1')
     if not self.direct and max(self.pack_rows) > 1:
       raise ValueError(f'pack_rows {self.pack_rows} needs direct=True: packed rows share one sum')
+    if self.forward and (max(self.pack_rows) > 1 or not self.streaming):
+      raise ValueError(f'granularity forward needs streaming=True and pack_rows (1,), not {self.pack_rows}')
     if 1 not in self.pack_rows:
       raise ValueError(f'pack_rows {self.pack_rows} must contain 1')
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """One trajectory.  `cost` is its padded length in tokens, `order` its rank of readiness."""
+  """One trajectory.  `cost` is its padded length in tokens, `order` its rank of readiness; `turns` arrived, of which
+  `forwarded` have run forward."""
 
   status: Status = Status.RUNNING
   reward: float | None = None
   scored: int = 0
   cost: int = 0
   order: int = -1
+  turns: int = 0
+  forwarded: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +138,15 @@ class State:
 
 
 @dataclasses.dataclass(frozen=True)
+class TurnReady:
+  """The first `turns` turns of a running trajectory are fixed (fewer than before where a failed attempt is made again)."""
+
+  group: int
+  index: int
+  turns: int
+
+
+@dataclasses.dataclass(frozen=True)
 class ContentReady:
   """Tokens and mask of a trajectory are fixed."""
 
@@ -150,6 +170,15 @@ class PromptForward:
   """Compute a group's boundary state ahead of its first source."""
 
   group: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnForward:
+  """Run the layers forward over the turns of a running trajectory that have arrived, the first `turns` of them."""
+
+  group: int
+  index: int
+  turns: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +209,7 @@ class CloseGroup:
   rewards: tuple[float, ...]
 
 
-Work = PromptForward | SourceWork | FoldHeld | CloseGroup
+Work = PromptForward | TurnForward | SourceWork | FoldHeld | CloseGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +228,7 @@ class Assignment:
   work: Work
 
 
-Event = ContentReady | RewardReady | WorkDone
+Event = TurnReady | ContentReady | RewardReady | WorkDone
 
 
 def start(policy: Policy, group_sizes: Sequence[int], lanes: int = 1) -> tuple[State, list[Assignment]]:
@@ -217,6 +246,8 @@ def advance(state: State, event: Event) -> tuple[State, list[Assignment]]:
   if state.closed:
     raise SchedulerError(f'{event} arrived after the batch was closed')
   match event:
+    case TurnReady():
+      state = _turn(state, event)
     case ContentReady():
       state = _content(state, event)
     case RewardReady():
@@ -239,11 +270,18 @@ def _with_group(state: State, group: int, **changes) -> State:
   return dataclasses.replace(state, groups=groups)
 
 
-def _source(state: State, event: ContentReady | RewardReady) -> Source:
+def _source(state: State, event: TurnReady | ContentReady | RewardReady) -> Source:
   try:
     return state.groups[event.group].sources[event.index]
   except IndexError as e:
     raise SchedulerError(f'{event} names a trajectory that was never registered') from e
+
+
+def _turn(state: State, event: TurnReady) -> State:
+  source = _source(state, event)
+  if source.status is not Status.RUNNING:
+    raise SchedulerError(f'{event}: its content was fixed before')
+  return _with_source(state, event.group, event.index, turns=event.turns)
 
 
 def _content(state: State, event: ContentReady) -> State:
@@ -278,6 +316,8 @@ def _done(state: State, event: WorkDone) -> State:
         state = _with_source(state, work.group, index, status=status)
     case FoldHeld():
       state = _with_source(state, work.group, work.index, status=Status.DONE)
+    case TurnForward():
+      state = _with_source(state, work.group, work.index, forwarded=work.turns)
     case CloseGroup():
       if group.closed or not group.closing:
         raise SchedulerError(f'group {work.group} was closed twice')
@@ -320,7 +360,7 @@ def _assign(state: State, lane: int, work: Work) -> State:
   state = dataclasses.replace(state, idle=tuple(i for i in state.idle if i != lane))
   state = _with_group(state, work.group, lane=lane, touched=True)
   match work:
-    case PromptForward():
+    case PromptForward() | TurnForward():
       return _with_group(state, work.group, prompt_started=True)
     case SourceWork():
       for index in work.indices:
@@ -351,11 +391,26 @@ def _choose(state: State, lane: int) -> Work | None:
   best = _best_source(state, lane, mine)
   if best is not None:
     return best
+  if state.policy.forward:
+    turn = _next_turn(state, lane, mine)
+    if turn is not None:
+      return turn
   if state.policy.streaming:
     for number, group in mine:
       if not group.prompt_started and not group.final:
         return PromptForward(number)
   return None
+
+
+def _next_turn(state: State, lane: int, mine: list[tuple[int, GroupState]]) -> TurnForward | None:
+  """The running trajectory with most turns waiting, among those that hold kept values or may begin to."""
+  holding = sum(s.forwarded > 0 and s.status in (Status.RUNNING, Status.READY) for g in state.groups if g.lane == lane for s in g.sources)
+  waiting = [(s.forwarded - s.turns, number, index) for number, group in mine for index, s in enumerate(group.sources)
+             if s.status is Status.RUNNING and s.turns > s.forwarded and (s.forwarded or holding < state.policy.kept_cap)]
+  if not waiting:
+    return None
+  _, number, index = min(waiting)
+  return TurnForward(number, index, state.groups[number].sources[index].turns)
 
 
 def _best_source(state: State, lane: int, mine: list[tuple[int, GroupState]]) -> SourceWork | None:

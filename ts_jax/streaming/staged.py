@@ -80,3 +80,26 @@ def head_gradient(functions: sources.SourceFunctions, params, hidden: Array, pos
 def complete(functions: sources.SourceFunctions, params, kept: staged.Kept, tokens: Array, prompt: llama.Boundary, cotangent: Array):
   """Backward pass of the layers over all turns: (gradient of 'embed' and 'layers', adjoint of the prompt's boundary state)."""
   return staged.backward(functions.config, params, kept, tokens, (prompt.keys, prompt.values), cotangent)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def source_gradient(functions: sources.SourceFunctions, params, kept: staged.Kept, tokens: Array, prompt: llama.Boundary,
+                    positions: Array, targets: Array, weights: Array) -> sources.SourceResult:
+  """A complete trajectory's score gradient from kept values: output head, then layers backward.
+
+  Args:
+    functions: the student's.
+    params: parameters.
+    kept: the trajectory, all turns forward; may have more room than needed.
+    tokens: [1, T] inputs, padded; T at most the room.
+    prompt: the prompt's boundary state.
+    positions, targets, weights: [S], as for `head_gradient`.
+  """
+  kept = staged.trim(kept, tokens.shape[1])
+  head = head_gradient(functions, params, kept.hidden, positions, targets, weights)
+  gradient, adjoint = complete(functions, params, kept, tokens, prompt, head.cotangent)
+  merged = {**gradient, **{k: v for k, v in head.gradient.items() if k not in gradient}}
+  if 'embed' in head.gradient:
+    merged['embed'] = jax.tree.map(jnp.add, gradient['embed'], head.gradient['embed'])
+  adjoint = jax.tree.map(lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32)), adjoint)
+  return sources.SourceResult(merged, adjoint, head.log_probs[None])

@@ -90,7 +90,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
     nonlocal state
     observe(event)
     issued = []
-    for scheduled in _translate(event, update, lane, record):
+    for scheduled in _translate(event, update, lane, record, policy.forward):
       state, more = scheduler.advance(state, scheduled)
       issued += more
     return issued
@@ -132,13 +132,19 @@ def _drain(events: EventStream) -> Iterable[types.RolloutEvent | types.Span]:
       return
 
 
-def _translate(event: types.RolloutEvent | types.Span, update: int, lane: lane_lib.Lane, record: _Batch) -> list[scheduler.Event]:
+def _translate(event: types.RolloutEvent | types.Span, update: int, lane: lane_lib.Lane, record: _Batch,
+               forward: bool) -> list[scheduler.Event]:
   """Rollout events as the scheduler's; registers content with the lane on the way."""
   match event:
     case types.RolloutFailed():
       raise types.TsJaxError(f'update {event.update}: {event.message}')
-    case types.TurnFinished() | types.Span():
+    case types.Span():
       return []
+    case types.TurnFinished():
+      if not forward:
+        return []
+      lane.register_turn(event.group, event.index, event.turn)
+      return [scheduler.TurnReady(event.group, event.index, event.turn.index + 1)]
   trajectory = event.trajectory
   if trajectory.update != update:
     raise types.TsJaxError(f'update {update} received trajectory {trajectory.key} of another update')

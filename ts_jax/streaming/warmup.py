@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Iterable
+from typing import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 from ts_jax.kernels import fold
 from ts_jax.streaming import sources as sources_lib
 from ts_jax.streaming.buckets import Buckets
+from ts_jax.streaming.open_trajectories import OpenTrajectories
 
 
 def shapes(buckets: Buckets, max_tokens: int, rows: Iterable[int]) -> list[tuple[int, int, int]]:
@@ -24,7 +25,8 @@ def count(buckets: Buckets, prompt_tokens: Iterable[int], max_tokens: int, rows:
 
 
 def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *, prompt_tokens: Iterable[int],
-            max_tokens: int, rows: Iterable[int], accumulator: str, advance: Callable[[int], None] = lambda _: None) -> None:
+            max_tokens: int, rows: Iterable[int], accumulator: str, trajectories: OpenTrajectories | None = None,
+            advance: Callable[[int], None] = lambda _: None) -> None:
   """Runs each jitted learner function once per shape.
 
   Args:
@@ -35,6 +37,7 @@ def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *,
     max_tokens: longest completion, observations included.
     rows: row counts of packed sources.
     accumulator: 'float32' or 'exact'.
+    trajectories: the lane's, at granularity `forward`.
     advance: told the number of shapes finished.
   """
   for length in sorted({buckets.pad(n - 1) for n in prompt_tokens}):
@@ -44,10 +47,13 @@ def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *,
     gradient = functions.prompt_gradient(params, tokens, np.int32(length), adjoint)
     jax.block_until_ready(gradient)
     advance(1)
-    for rows_, width, scored in shapes(buckets, max_tokens, rows):
-      batch = sources_lib.SourceBatch(np.zeros((rows_, width), np.int32), np.zeros((rows_, scored), np.int32),
-                                      np.zeros((rows_, scored), np.int32), np.zeros((rows_, scored), np.float64))
-      result = jax.block_until_ready(functions.source_gradient(params, boundary, batch))
+    batches = _empty_batches(shapes(buckets, max_tokens, rows))
+    if trajectories is None:
+      results = (functions.source_gradient(params, boundary, batch) for batch in batches)
+    else:
+      results = trajectories.warm_up(params, boundary, batches)
+    for result in results:
+      jax.block_until_ready(result)
       advance(1)
     tree = {'params': result.gradient, 'boundary': result.adjoint}
     pair = fold.fold_pair(accumulator, fold.fold_pair(accumulator, None, tree, 0.0), tree, 0.0)
@@ -57,3 +63,9 @@ def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *,
     jax.block_until_ready(fold.fold_reduced(accumulator, total, part('params'), 0.0, 0.0))
     direct = fold.fold(accumulator, fold.zeros(accumulator, result.adjoint), result.adjoint)
     jax.block_until_ready(fold.value(accumulator, direct))
+
+
+def _empty_batches(wanted: Iterable[tuple[int, int, int]]) -> Iterator[sources_lib.SourceBatch]:
+  for rows, width, scored in wanted:
+    yield sources_lib.SourceBatch(np.zeros((rows, width), np.int32), np.zeros((rows, scored), np.int32),
+                                  np.zeros((rows, scored), np.int32), np.zeros((rows, scored), np.float64))
