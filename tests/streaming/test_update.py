@@ -76,6 +76,15 @@ def test_an_attempt_made_again_starts_over(params64):
     assert offline.relative_error(direction, reference.grpo_direction(cases.TINY, params64, batch)) <= 1e-10
 
 
+def test_a_trajectory_longer_than_announced_is_refused_at_granularity_forward():
+  batch = offline.random_batch(np.random.default_rng(6), groups=1, size=2)
+  longer = tuple(types.Trajectory.from_json({**t.to_json(), 'turns': [*(u.to_json() for u in t.turns), {
+      **t.turns[0].to_json(), 'index': len(t.turns), 'context_ids': [1] * 20}]}) for t in batch.trajectories)
+  batch = types.LogicalBatch(0, 0, (types.Group(0, 'task0', longer[0].prompt_ids, longer),))
+  with pytest.raises(types.TsJaxError, match='kept values have room for 24'):
+    cases.direction(batch, cases.tiny_params('float32'), cases.FORWARD, buckets=Buckets((24, 48)))
+
+
 def test_float32_stays_close_to_the_float64_reference(params64):
   batch = offline.random_batch(np.random.default_rng(5))
   with jax.enable_x64(True):

@@ -49,7 +49,8 @@ class Lane:
   """
 
   def __init__(self, index: int, functions: sources_lib.SourceFunctions, buckets: Buckets, *, accumulator: str,
-               reward_centre: float, objective: policy_gradient.Objective = policy_gradient.Objective(), trajectories: OpenTrajectories | None = None):
+               reward_centre: float, objective: policy_gradient.Objective = policy_gradient.Objective(),
+               trajectories: OpenTrajectories | None = None):
     """Makes an idle lane.
 
     Args:
@@ -153,8 +154,9 @@ class Lane:
 
   def _turns(self, work: scheduler.TurnForward, spans: list[types.Span]) -> None:
     boundary = self._prompt(work.group, spans)
-    with _Timed(self, spans, 'forward', work.group, work.index):
-      self._trajectories.forward(self._params, self._plans[work.group].prompt_ids, boundary, (work.group, work.index), work.turns)
+    at, prompt_ids = (work.group, work.index), self._plans[work.group].prompt_ids
+    with _Timed(self, spans, 'forward', *at) as timed:
+      timed.tokens(self._trajectories.forward(self._params, prompt_ids, boundary, at, work.turns))
 
   def _source(self, work: scheduler.SourceWork, spans: list[types.Span]) -> None:
     boundary = self._prompt(work.group, spans)
@@ -237,8 +239,13 @@ class _Timed:
     self._spans = spans
     self._fields = dict(kind=kind, update=lane.update, group=group, index=index, lane=lane.index, tokens=tokens)
 
-  def __enter__(self):
+  def __enter__(self) -> '_Timed':
     self._start = time.time()
+    return self
+
+  def tokens(self, count: int) -> None:
+    """States the tokens processed where they are known only afterwards."""
+    self._fields['tokens'] = count
 
   def __exit__(self, kind, value, traceback):
     if kind is None:

@@ -72,7 +72,11 @@ class OpenTrajectories:
     turns.append(turn)
 
   def forward(self, params, prompt_ids, prompt: llama.Boundary, at: tuple[int, int], turns: int) -> int:
-    """Runs the first `turns` turns forward as far as they have not been; returns the tokens that ran."""
+    """Runs the first `turns` turns forward as far as they have not been; returns the tokens that ran.
+
+    Raises:
+      TsJaxError: the trajectory is longer than the longest that was announced.
+    """
     ids = [i for t in self._turns[at][:turns] for i in t.context_ids + t.sampled.token_ids]
     return self._advance(params, np.asarray([prompt_ids[-1], *ids[:-1]], np.int32), prompt, at)
 
@@ -94,6 +98,9 @@ class OpenTrajectories:
       yield self.source_gradient(params, prompt, (-1, -1), batch, 1)
 
   def _advance(self, params, inputs: np.ndarray, prompt: llama.Boundary, at: tuple[int, int]) -> int:
+    if len(inputs) > self.room - self._piece:
+      raise types.TsJaxError(f'trajectory {at[1]} of group {at[0]} has {len(inputs)} tokens behind its prompt, kept values have room for '
+                             f'{self.room - self._piece}: lower the limits in config.agent, or set config.schedule.granularity=trajectory')
     state = self._open.get(at)
     if state is None or not np.array_equal(inputs[:len(state.inputs)], state.inputs):
       state = _Open(staged.begin(self._functions, prompt, self.room, self._keep), inputs[:0])
