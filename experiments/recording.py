@@ -13,6 +13,14 @@ from ts_jax.models import weights
 from ts_jax.telemetry import progress as progress_lib, rundir
 
 
+# What sampling does not depend on: experiments compare these on one recording.
+_LEARNER = ('schedule', 'objective', 'learner', 'optimizer')
+
+
+def _learner_settings(config) -> list[str]:
+  return [f'{part}.{key}' for part in _LEARNER for key in config[part]]
+
+
 def record(config, folder: pathlib.Path, updates: int, engine_cores: Sequence[int] | None = None) -> rundir.RunDirectory:
   """Makes (or finds) a run directory with the trajectories of `updates` batches at policy version 0.
 
@@ -25,7 +33,7 @@ def record(config, folder: pathlib.Path, updates: int, engine_cores: Sequence[in
   run = rundir.RunDirectory(folder)
   size = config.batch.prompts * config.batch.group_size
   with run:
-    run.open(config, may_change=('updates', 'schedule.name', 'schedule.accumulator'))
+    run.open(config, may_change=('updates', *_learner_settings(config)))
     missing = [k for k in range(updates) if len(run.read_trajectories(k)) < size]
     if missing:
       _sample(config, run, missing, engine_cores or sorted(os.sched_getaffinity(0)))
