@@ -4,7 +4,7 @@ import numpy as np
 
 from experiments import offline
 from tests.streaming import cases
-from ts_jax.streaming import buckets as buckets_lib, scheduler, sources, warmup
+from ts_jax.streaming import buckets as buckets_lib, lane as lane_lib, open_trajectories, scheduler, sources, staged, warmup
 
 
 def test_no_compilation_after_warm_up():
@@ -27,3 +27,18 @@ def test_no_compilation_after_warm_up():
 
 def test_shapes_cover_half_and_whole_scored_positions():
   assert warmup.shapes(buckets_lib.Buckets((8, 16)), 10, (1,)) == [(1, 8, 4), (1, 8, 8), (1, 16, 8), (1, 16, 16)]
+
+
+def test_no_compilation_after_warm_up_when_turns_run_forward():
+  buckets, longest = buckets_lib.Buckets((12, 24)), 20
+  functions, params = sources.SourceFunctions(cases.TINY), cases.tiny_params('float32')
+  trajectories = open_trajectories.OpenTrajectories(functions, buckets, longest, 'all')
+  batch = offline.random_batch(np.random.default_rng(0), groups=2)
+  warmup.warm_up(functions, params, buckets, prompt_tokens=[len(g.prompt_ids) for g in batch.groups], max_tokens=longest, rows=(1,),
+                 accumulator='float32', trajectories=trajectories)
+  jitted = (staged.begin, staged.turn_forward, staged.source_gradient, sources._prompt_forward, sources._prompt_gradient)
+  before = [f._cache_size() for f in jitted]
+  learner = lane_lib.Lane(0, functions, buckets, accumulator='float32', reward_centre=0.75, trajectories=trajectories)
+  for order in range(3):
+    offline.batch_direction(batch, params, learner, cases.FORWARD, 'float32', order)
+  assert [f._cache_size() for f in jitted] == before
