@@ -70,7 +70,7 @@ def get_config() -> config_dict.ConfigDict:
       learner=config_dict.create(
           cores='auto',  # 'auto': the lower half of this process's cores
           buckets=(64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
-          keep='all',  # of turns run forward: 'all', or 'inputs' of layers (an eighth of the memory, a third more work)
+          keep='all',  # of turns run forward: 'all', or 'inputs' of layers (a sixth of the memory; layers run forward again)
           kept_mb=2048,  # memory for that; trajectories beyond it run forward at completion
           remat_tokens=2048,  # longer segments recompute their layers in the backward pass
       ),

@@ -32,14 +32,14 @@ def trajectory(rng, turns: int, prompt: int = 7) -> types.Trajectory:
   return types.Trajectory(0, 0, 0, 'task', 0, ids(prompt), tuple(made), types.TerminalReason.DONE, 1.0)
 
 
-def streamed(params, t: types.Trajectory, weights, *, keep='all', dtype='float64', teacher=None, head_per_turn=False, room=8):
-  """Gradient of a trajectory turn by turn; `room` is the first capacity, grown when a turn does not fit."""
+def streamed(params, t: types.Trajectory, weights, *, keep='all', dtype='float64', teacher=None, head_per_turn=False):
+  """Gradient of a trajectory turn by turn."""
   functions = sources.SourceFunctions(cases.TINY, dtype=dtype)
   prompt_ids = np.asarray(t.prompt_ids[:-1], np.int32)
   prompt_tokens = np.zeros((1, 12), np.int32)
   prompt_tokens[0, :len(prompt_ids)] = prompt_ids
   prompt = functions.prompt_forward(params, prompt_tokens, np.int32(len(prompt_ids)))
-  kept, before, scored = staged.begin(functions, prompt, room, keep), t.prompt_ids[-1], 0
+  kept, before, scored = staged.begin(functions, prompt, 48, keep), t.prompt_ids[-1], 0
   inputs, done, cotangent, gradients = np.zeros((1, 48), np.int32), 0, 0.0, []
 
   def head(first, positions, targets):
@@ -56,8 +56,6 @@ def streamed(params, t: types.Trajectory, weights, *, keep='all', dtype='float64
     segment = np.asarray((before, *ids[:-1]), np.int32)
     padded = np.zeros((1, 8), np.int32)
     padded[0, :len(segment)] = segment
-    if done + 8 > kept.capacity:
-      kept = staged_model.grow(kept, kept.capacity + 16)
     inputs[0, done:done + len(segment)] = segment
     kept = staged.turn_forward(functions, params, kept, padded, np.int32(len(segment)), kept.memory.keys.shape[1])
     at = [done + len(turn.context_ids) + i for i, m in enumerate(turn.scored_mask) if m]
@@ -67,23 +65,18 @@ def streamed(params, t: types.Trajectory, weights, *, keep='all', dtype='float64
     if head_per_turn:
       result = head(scored, waiting_positions, waiting_targets)
       gradients.append(result.gradient)
-      missing = 0 if isinstance(cotangent, float) else kept.capacity - cotangent.shape[1]
-      cotangent = result.cotangent + (jnp.pad(cotangent, ((0, 0), (0, missing), (0, 0))) if missing else cotangent)
+      cotangent = result.cotangent + cotangent
       scored, waiting_positions, waiting_targets = scored + len(at), [], []
   if not head_per_turn:
     result = head(0, waiting_positions, waiting_targets)
     gradients, cotangent = [result.gradient], result.cotangent
-  layers, adjoint = staged.complete(functions, params, kept, inputs[:, :kept.capacity], prompt, cotangent)
+  layers, adjoint = staged.complete(functions, params, kept, inputs, prompt, cotangent)
   below = functions.prompt_gradient(params, prompt_tokens, np.int32(len(prompt_ids)), adjoint)
   total = jax.tree.map(lambda x: np.asarray(x, np.float64), below)
   for part in (layers, *gradients):
     for name, leaves in part.items():
       total[name] = jax.tree.map(np.add, total[name], leaves)
-  return total, done
-
-
-def expected_log_probs(rng, t):
-  return rng.normal(-2.0, 1.0, t.scored_tokens)
+  return total
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
@@ -92,7 +85,7 @@ def test_grpo_score_gradient_of_any_turns_is_the_full_sequences(params64, seed, 
   with jax.enable_x64(True):
     t = trajectory(np.random.default_rng(seed), turns)
     weights = np.full(t.scored_tokens, 0.25)
-    got, _ = streamed(params64, t, weights, keep=keep)
+    got = streamed(params64, t, weights, keep=keep)
     expected, _ = reference.weighted_gradient(cases.TINY, params64, t, weights)
     if not t.scored_tokens:
       assert not any(np.any(x) for x in jax.tree.leaves(got))
@@ -106,8 +99,8 @@ def test_distillation_gradient_of_any_turns_is_the_full_sequences(params64, seed
   with jax.enable_x64(True):
     rng = np.random.default_rng(seed)
     t = trajectory(rng, turns)
-    teacher = expected_log_probs(rng, t)
-    got, _ = streamed(params64, t, np.ones(t.scored_tokens), keep=keep, teacher=teacher, head_per_turn=not at_once)
+    teacher = rng.normal(-2.0, 1.0, t.scored_tokens)
+    got = streamed(params64, t, np.ones(t.scored_tokens), keep=keep, teacher=teacher, head_per_turn=not at_once)
     expected = reference.opd_gradient(cases.TINY, params64, t, teacher)
     if not t.scored_tokens:
       assert not any(np.any(x) for x in jax.tree.leaves(got))
@@ -129,8 +122,8 @@ def test_equal_teacher_and_student_log_probs_give_exactly_zero():
 def test_what_is_kept_changes_only_rounding_and_memory():
   params, t = cases.tiny_params('float32'), trajectory(np.random.default_rng(5), 4)
   weights = np.ones(t.scored_tokens)
-  one, _ = streamed(params, t, weights, keep='all', dtype='float32')
-  other, _ = streamed(params, t, weights, keep='inputs', dtype='float32')
+  one = streamed(params, t, weights, keep='all', dtype='float32')
+  other = streamed(params, t, weights, keep='inputs', dtype='float32')
   assert offline.relative_error(one, other) <= 2e-6
   config = cases.TINY
   assert staged_model.token_bytes(config, 'inputs') < staged_model.token_bytes(config, 'all')

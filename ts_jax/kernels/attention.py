@@ -6,7 +6,7 @@ to the unsplit one bit for bit, which matters more than it seems: the gradient o
 rounding of the forward pass fiftyfold.  Three things bring it about.  A segment's keys lie at their absolute positions,
 directly behind the prefix's last real one, so sums over keys run in the order of the whole sequence; the number of keys
 is padded to a multiple of `KEY_ALIGNMENT`, because products over other numbers round differently; and the adjoints of
-keys and values, sums over queries that a split must break, go by short chunks with little rounding of their own.
+keys and values are sums over queries by chunks of absolute positions, so that a cut moves terms, not their order.
 """
 
 from __future__ import annotations

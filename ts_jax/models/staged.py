@@ -3,7 +3,7 @@
 A trajectory grows turn by turn.  `extend` runs the layers over a turn's tokens when they arrive and keeps what a backward
 pass needs; `backward` runs once, over all turns together, when the cotangent of the last layer's output is known.  With
 `keep='all'` nothing but attention scores, norms and the gated product is computed again; with `keep='inputs'` each layer
-is, from its kept input, for an eighth of the memory.
+is, from its kept input, for a sixth of the memory (SmolLM2).
 """
 
 from __future__ import annotations
@@ -65,14 +65,6 @@ def begin(config: ModelConfig, prompt: llama.Boundary, capacity: int, keep: str 
   memory = prompt.replace(keys=jnp.pad(prompt.keys, room), values=jnp.pad(prompt.values, room))
   values = {name: jnp.zeros((config.layers, 1, capacity, n), dtype) for name, n in _features(config, keep).items()}
   return Kept(values, memory, jnp.zeros((1, capacity, config.width), dtype), prompt.length)
-
-
-def grow(kept: Kept, capacity: int) -> Kept:
-  """The same trajectory with room for `capacity` tokens."""
-  more = capacity - kept.capacity
-  pad = lambda x, axis: jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
-  memory = kept.memory.replace(keys=pad(kept.memory.keys, 1), values=pad(kept.memory.values, 1))
-  return Kept(jax.tree.map(lambda x: pad(x, 2), kept.values), memory, pad(kept.hidden, 1), kept.start)
 
 
 def trim(kept: Kept, capacity: int) -> Kept:
