@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
-from typing import NamedTuple
+import signal
+import threading
+from typing import Iterator, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
 
 from ts_jax import types
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+  """Delays SIGINT and SIGTERM to the end of the block: a write that is cut in two blocks the next one of the same name."""
+  if threading.current_thread() is not threading.main_thread():  # signals are handled in the main thread alone
+    yield
+    return
+  arrived: list[int] = []
+  handlers = {s: signal.signal(s, lambda number, _: arrived.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+  try:
+    yield
+  finally:
+    for number, handler in handlers.items():
+      signal.signal(number, handler)
+    if arrived:
+      signal.raise_signal(arrived[0])
 
 
 class Checkpoints:
@@ -25,7 +45,7 @@ class Checkpoints:
     return self._manager.latest_step()
 
   def save(self, next_update: int, state: NamedTuple) -> None:
-    """Writes a checkpoint of a named tuple of pytrees unless one for `next_update` is there.
+    """Writes a checkpoint of a named tuple of pytrees unless one for `next_update` is there; an interruption waits for it.
 
     Raises:
       TsJaxError: it could not be written (a full disk, for instance).
@@ -33,8 +53,9 @@ class Checkpoints:
     if next_update in self._manager.all_steps():
       return
     try:
-      self._manager.save(next_update, args=ocp.args.StandardSave(state._asdict()))
-      self._manager.wait_until_finished()
+      with _signals_wait():
+        self._manager.save(next_update, args=ocp.args.StandardSave(state._asdict()))
+        self._manager.wait_until_finished()
     except (OSError, ValueError) as e:
       raise types.TsJaxError(f'checkpoint {next_update} could not be written to {self._manager.directory}: {e}. Free space '
                              'there and run the same command again') from e
