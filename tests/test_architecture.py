@@ -18,6 +18,7 @@ BELOW = {
     'evaluation': {'types'},
     'telemetry': {'types', 'models'},
     'composer': {'types', 'models'},
+    'theory': {'types'},
 }
 
 
