@@ -24,7 +24,7 @@ def shuffled_arrival(batch: types.LogicalBatch, rng: np.random.Generator) -> lis
   """A random interleaving of the trajectories' events; each has its turns in order, then its content, then its reward."""
   waiting = {}
   for t in batch.trajectories:
-    turns = [types.TurnFinished(t.update, t.group, t.index, turn) for turn in t.turns]
+    turns = [types.TurnFixed(t.update, t.group, t.index, turn) for turn in t.turns]
     waiting[t.key] = [types.RewardFixed(t), types.ContentFixed(t), *reversed(turns)]
   keys = [key for key, events in waiting.items() for _ in events]
   return [waiting[keys[i]].pop() for i in rng.permutation(len(keys))]

@@ -47,7 +47,7 @@ class Observer:
         if event.lane >= 0:
           self._busy_s += event.end_s - event.start_s
         self._run.append_span(event)
-      case types.TurnFinished():
+      case types.TurnFixed():
         self._turns.add((event.group, event.index))
         self._tokens += len(event.turn.sampled.token_ids)
       case types.RewardFixed():

@@ -28,6 +28,27 @@ def test_masks_and_log_probs_line_up_with_ids(batch):
     assert [i for i, p in zip(t.completion_ids, t.completion_log_probs) if p != 0.0] == sampled
 
 
+def test_teacher_log_probs_line_up_with_ids_and_are_all_there_or_none(batch):
+  for t in batch.trajectories:
+    assert t.completion_teacher_log_probs is None  # nobody scored them
+    turns = tuple(changed(u, teacher_log_probs=tuple(2 * p for p in u.sampled.log_probs)) for u in t.turns)
+    whole = changed(t, turns=turns)
+    assert whole.completion_teacher_log_probs == tuple(2 * p for p in t.completion_log_probs)
+    assert types.Trajectory.from_json(json.loads(json.dumps(whole.to_json()))) == whole
+    silent = changed(turns[-1], sampled=types.SampledTokens((), (), 0, 0, types.FinishReason.LENGTH), scored_mask=(), teacher_log_probs=None)
+    partly = changed(t, turns=(*turns[:-1], silent))
+    assert partly.completion_teacher_log_probs == tuple(2 * p for p in partly.completion_log_probs)  # nothing to score there
+    lacking = changed(t, turns=(*turns[:-1], changed(turns[-1], teacher_log_probs=None)))
+    assert lacking.completion_teacher_log_probs is None
+
+
+def test_recordings_without_teacher_scores_still_load(batch):
+  values = batch.trajectories[0].to_json()
+  for turn in values['turns']:
+    del turn['teacher_log_probs']
+  assert types.Trajectory.from_json(values) == batch.trajectories[0]
+
+
 def test_records_cannot_be_changed(batch):
   with pytest.raises(dataclasses.FrozenInstanceError):
     batch.trajectories[0].reward = 1.0
@@ -37,12 +58,23 @@ def changed(record, **values):
   return dataclasses.replace(record, **values)
 
 
+def scored(batch, position, value):
+  turn = batch.trajectories[0].turns[0]
+  log_probs = [-1.0] * len(turn.sampled.token_ids)
+  log_probs[position] = value
+  return changed(turn, teacher_log_probs=tuple(log_probs))
+
+
 @pytest.mark.parametrize('make, told', [
     (lambda b: changed(b.trajectories[0], reward=float('nan')), 'not finite'),
     (lambda b: changed(b.trajectories[0], prompt_ids=()), 'empty prompt'),
     (lambda b: changed(b.trajectories[0], terminal_reason=types.TerminalReason.INFRASTRUCTURE), 'never scored'),
     (lambda b: changed(b.trajectories[0], turns=b.trajectories[0].turns + b.trajectories[0].turns), 'out of order'),
     (lambda b: changed(b.trajectories[0].turns[0], scored_mask=(True,) * 99), 'mask of 99'),
+    (lambda b: changed(b.trajectories[0].turns[0], teacher_log_probs=(-1.0,) * 99), r'turn 0: 99 teacher log-probs for \d+ sampled ids'),
+    (lambda b: scored(b, 1, float('nan')), 'turn 0: teacher log-prob nan of sampled id 1 is not finite'),
+    (lambda b: scored(b, 0, 0.5), 'turn 0: teacher log-prob 0.5 of sampled id 0 .* positive'),
+    (lambda b: types.TurnScored(0, 0, 0, 3, (-1.0, float('-inf'))), 'turn 3: teacher log-prob -inf of sampled id 1'),
     (lambda b: changed(b.groups[0], prompt_ids=(1, 2, 3)), 'does not belong'),
     (lambda b: changed(b, update=5), 'not of update 5'),
     (lambda b: changed(b, groups=b.groups[::-1]), 'out of order'),

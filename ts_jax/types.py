@@ -127,6 +127,13 @@ def _require(condition: bool, message: str) -> None:
     raise ValueError(message)
 
 
+def _require_teacher_log_probs(turn: int, log_probs: tuple[float, ...], sampled: int) -> None:
+  _require(len(log_probs) == sampled, f'turn {turn}: {len(log_probs)} teacher log-probs for {sampled} sampled ids')
+  for i, value in enumerate(log_probs):
+    _require(math.isfinite(value) and value <= 1e-4,
+             f'turn {turn}: teacher log-prob {value} of sampled id {i} is not finite or is positive')
+
+
 @dataclasses.dataclass(frozen=True)
 class SampledTokens(Record):
   """What an engine returns for one request.
@@ -165,6 +172,7 @@ class Turn(Record):
     observation: the tool's (truncated) output as text, or the parser's fixed error.
     request_start_s, request_end_s: engine request, seconds on the run's clock.
     tool_start_s, tool_end_s: tool execution, seconds on the run's clock (equal when no tool ran).
+    teacher_log_probs: the teacher's log-probability of each sampled id (temperature 1), or None where no teacher scored it.
   """
 
   index: int
@@ -177,11 +185,14 @@ class Turn(Record):
   request_end_s: float = 0.0
   tool_start_s: float = 0.0
   tool_end_s: float = 0.0
+  teacher_log_probs: tuple[float, ...] | None = None
 
   def __post_init__(self):
     _require(self.index >= 0, f'turn index {self.index} is negative')
     _require(len(self.scored_mask) == len(self.sampled.token_ids),
              f'turn {self.index}: mask of {len(self.scored_mask)} for {len(self.sampled.token_ids)} sampled ids')
+    if self.teacher_log_probs is not None:
+      _require_teacher_log_probs(self.index, self.teacher_log_probs, len(self.sampled.token_ids))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,6 +255,13 @@ class Trajectory(Record):
     return tuple(p for t in self.turns for p in (0.0,) * len(t.context_ids) + t.sampled.log_probs)
 
   @property
+  def completion_teacher_log_probs(self) -> tuple[float, ...] | None:
+    """Teacher log-probs over `completion_ids`; 0 where nothing was sampled; None if a turn with sampled ids has no scores."""
+    if any(t.teacher_log_probs is None and t.sampled.token_ids for t in self.turns):
+      return None
+    return tuple(p for t in self.turns for p in (0.0,) * len(t.context_ids) + (t.teacher_log_probs or ()))
+
+  @property
   def scored_tokens(self) -> int:
     """L_i: number of scored tokens."""
     return sum(sum(t.scored_mask) for t in self.turns)
@@ -299,13 +317,30 @@ class GroupPlan(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class TurnFinished(Record):
-  """Rollout event: one more turn of a trajectory is fixed (live progress; later, turn-level release)."""
+class TurnFixed(Record):
+  """Rollout event: the tokens of one more turn are fixed.
+
+  Its command has not run yet: `turn` has no action, no observation and equal tool times.  The trajectory has the whole turn.
+  """
 
   update: int
   group: int
   index: int
   turn: Turn
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnScored(Record):
+  """Rollout event: the teacher has scored the sampled ids of turn `turn`, which was announced by `TurnFixed` before."""
+
+  update: int
+  group: int
+  index: int
+  turn: int
+  log_probs: tuple[float, ...]
+
+  def __post_init__(self):
+    _require_teacher_log_probs(self.turn, self.log_probs, len(self.log_probs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,7 +365,7 @@ class RolloutFailed(Record):
   message: str
 
 
-RolloutEvent = TurnFinished | ContentFixed | RewardFixed | RolloutFailed
+RolloutEvent = TurnFixed | TurnScored | ContentFixed | RewardFixed | RolloutFailed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,7 +373,7 @@ class Span(Record):
   """One interval of work, for release traces and timelines.
 
   Attributes:
-    kind: 'engine', 'tool', 'verify', 'forward', 'source', 'prompt', 'fold', 'reduce', 'optimizer', 'publish', 'compile'.
+    kind: 'engine', 'tool', 'teacher', 'verify', 'forward', 'source', 'prompt', 'fold', 'reduce', 'optimizer', 'publish', 'compile'.
     start_s, end_s: seconds on the run's clock.
     update, group, index, turn: what it belongs to (-1 where it does not apply).
     lane: learner lane (-1 for rollout work).

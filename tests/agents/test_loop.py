@@ -114,8 +114,12 @@ def test_turns_are_recorded_as_the_conversation_the_template_renders(make, templ
 def test_events_come_in_order_and_spans_cover_the_work(make):
   run = make([block('true'), block('submit')])
   t = run.go()
-  assert kinds(run.events) == ['TurnFinished', 'TurnFinished', 'ContentFixed', 'verifier', 'RewardFixed']
+  assert kinds(run.events) == ['TurnFixed', 'TurnFixed', 'ContentFixed', 'verifier', 'RewardFixed']
   assert run.events[2].trajectory.reward is None and run.events[4].trajectory == t
+  for event, turn in zip(run.events, t.turns):  # a turn is told of before its command runs: the rest of it comes with the trajectory
+    fixed = event.turn
+    assert (fixed.context_ids, fixed.sampled, fixed.request_end_s) == (turn.context_ids, turn.sampled, turn.request_end_s)
+    assert (fixed.action, fixed.observation) == (None, '') and fixed.tool_start_s == fixed.tool_end_s <= turn.tool_start_s
   assert [s.kind for s in run.spans] == ['engine', 'tool', 'engine', 'tool', 'verify']
   assert all(s.start_s <= s.end_s and (s.update, s.group, s.index) == (3, 1, 2) for s in run.spans)
   assert t.start_s <= t.turns[0].request_start_s <= t.turns[0].tool_end_s <= t.content_s <= t.reward_s
@@ -203,7 +207,7 @@ def test_engine_failure_is_retried_with_the_same_seeds_on_a_fresh_environment(ma
   t = run.go()
   assert [r.seed for r in engine.requests[:2]] == [r.seed for r in engine.requests[2:]]
   assert t.turns[0].observation == 'note.txt'  # nothing of the first attempt is left
-  assert kinds(run.events) == ['TurnFinished', 'TurnFinished', 'TurnFinished', 'ContentFixed', 'verifier', 'RewardFixed']
+  assert kinds(run.events) == ['TurnFixed', 'TurnFixed', 'TurnFixed', 'ContentFixed', 'verifier', 'RewardFixed']
 
 
 @pytest.mark.parametrize('error', [types.InfrastructureError('engine gone'), types.PolicyVersionError('old weights')])
@@ -241,7 +245,7 @@ def test_verifier_failure_repeats_only_the_verification_on_a_replayed_state(make
   run = make([block('echo 1 > made'), block('echo 2 >> made; submit')], verifier=verify, retries=1)
   assert run.go().reward == 0.5
   assert folders[0][1] == folders[1][1] == '1\n2\n' and folders[0][0] != folders[1][0]
-  assert kinds(run.events) == ['TurnFinished', 'TurnFinished', 'ContentFixed', 'RewardFixed'] and len(run.engine.requests) == 2
+  assert kinds(run.events) == ['TurnFixed', 'TurnFixed', 'ContentFixed', 'RewardFixed'] and len(run.engine.requests) == 2
   assert not any(f.exists() for f, _ in folders)
 
 
@@ -340,7 +344,7 @@ def test_pool_completes_an_update_in_group_order_under_its_limit(make, template,
   # A new trajectory starts only when one of the three running ones has ended: none overtakes by more than that.
   assert all(abs(sorted(starts).index(s) - n) < 3 for n, s in enumerate(starts))
   seen = collections.Counter(kinds(drain(events)))
-  assert seen == {'TurnFinished': 12, 'ContentFixed': 12, 'RewardFixed': 12}
+  assert seen == {'TurnFixed': 12, 'ContentFixed': 12, 'RewardFixed': 12}
   assert len({r.seed for r in engine.requests}) == 12
 
 
@@ -468,5 +472,5 @@ def test_verification_does_not_hold_an_engine_slot(make):
   pool, events = make_pool(run, concurrency=1)
   with pool:
     pool.submit_update(0, 0, groups_of(run, [3])).result(30)
-  order = [k for k in kinds(drain(events)) if k != 'TurnFinished']
+  order = [k for k in kinds(drain(events)) if k != 'TurnFixed']
   assert order.index('RewardFixed') >= 2  # another trajectory was sampled while the first was verified

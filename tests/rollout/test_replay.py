@@ -40,13 +40,13 @@ def test_events_come_in_order_at_scaled_times(scale):
   assert all((t.update, t.policy_version) == (7, 3) for t in contents + rewards)
   for key in {(t.group, t.index) for t in trajectories}:
     mine = [e for _, e in got if (getattr(e, 'trajectory', e).group, getattr(e, 'trajectory', e).index) == key]
-    turns = [e.turn.index for e in mine if isinstance(e, types.TurnFinished)]
+    turns = [e.turn.index for e in mine if isinstance(e, types.TurnFixed)]
     assert turns == list(range(len(turns))) and [type(e) for e in mine[len(turns):]] == [types.ContentFixed, types.RewardFixed]
   assert all(t.reward is None for t in contents) and sorted(t.reward for t in rewards) == sorted(t.reward for t in trajectories)
   if scale:
     assert [(t.group, t.index) for t in contents] == [(1, 1), (1, 0), (0, 1), (0, 0)]  # the reverse of their numbers
     for at, event in got:
-      if isinstance(event, types.TurnFinished):
+      if isinstance(event, types.TurnFixed):
         continue
       due = event.trajectory.content_s if isinstance(event, types.ContentFixed) else event.trajectory.reward_s
       assert -0.01 <= at - due < 0.5
@@ -73,4 +73,4 @@ def test_close_stops_in_the_middle():
   player.close()
   assert time.time() - begin < 1.0
   while not events.empty():  # recorded without times, turns are due at once
-    assert isinstance(events.get(), types.TurnFinished)
+    assert isinstance(events.get(), types.TurnFixed)

@@ -67,7 +67,7 @@ def test_an_attempt_made_again_starts_over(params64):
     return types.Turn.from_json({**turn.to_json(), 'sampled': {**turn.sampled.to_json(), 'token_ids': list(other)}})
 
   rest = offline.shuffled_arrival(batch, np.random.default_rng(0))
-  events = [types.TurnFinished(0, 0, 1, failed(t)) for t in second.turns] + rest
+  events = [types.TurnFixed(0, 0, 1, failed(t)) for t in second.turns] + rest
   with jax.enable_x64(True):
     lane = cases.make_lane(dtype='float64', keep='all')
     stream = offline.RandomlyLate(events, np.random.default_rng(1))

@@ -112,8 +112,8 @@ async def run_trajectory(assignment: Assignment, setup: AgentSetup, engine: Engi
                          verify_slots: asyncio.Semaphore | None = None) -> types.Trajectory:
   """Samples one trajectory and has it verified.
 
-  Emits `TurnFinished` per turn (again, with the same turn, when an attempt is repeated), `ContentFixed` once, before the
-  verification, and `RewardFixed` once, after it; spans 'engine', 'tool' and 'verify'.
+  Emits `TurnFixed` per turn, before its command runs (again, with the same tokens, when an attempt is repeated),
+  `ContentFixed` once, before the verification, and `RewardFixed` once, after it; spans 'engine', 'tool' and 'verify'.
 
   Args:
     assignment: what to sample.
@@ -187,6 +187,10 @@ async def _sample(assignment: Assignment, setup: AgentSetup, engine: Engine, env
                          tokens=len(sampled.token_ids)))
     context += sampled.token_ids
     generated += len(sampled.token_ids)
+    turn = types.Turn(index=index, context_ids=tuple(pending), sampled=sampled, scored_mask=(True,) * len(sampled.token_ids),
+                      request_start_s=request_start_s, request_end_s=request_end_s, tool_start_s=request_end_s,
+                      tool_end_s=request_end_s)
+    emit_event(types.TurnFixed(a.update, a.group, a.index, turn))
 
     action, result, text = None, None, parser.PARSE_ERROR_OBSERVATION
     parsed = parser.parse_action(_reply_text(sampled, template), sampled.finish_reason is types.FinishReason.STOP)
@@ -198,11 +202,7 @@ async def _sample(assignment: Assignment, setup: AgentSetup, engine: Engine, env
       tool_end_s = time.time()
       emit_span(types.Span('tool', tool_start_s, tool_end_s, a.update, a.group, a.index, index))
       text = observe(result, setup)
-    turn = types.Turn(index=index, context_ids=tuple(pending), sampled=sampled, scored_mask=(True,) * len(sampled.token_ids),
-                      action=action, observation=text, request_start_s=request_start_s, request_end_s=request_end_s,
-                      tool_start_s=tool_start_s, tool_end_s=tool_end_s)
-    turns.append(turn)
-    emit_event(types.TurnFinished(a.update, a.group, a.index, turn))
+    turns.append(dataclasses.replace(turn, action=action, observation=text, tool_start_s=tool_start_s, tool_end_s=tool_end_s))
     ended_turn = bool(sampled.token_ids) and sampled.token_ids[-1] == template.end_of_turn_id
     pending = tuple(template.observation(text, previous_finished=ended_turn))
     reason = terminal_reason(limits, turns=len(turns), generated=generated, context=len(context) + len(pending), result=result)

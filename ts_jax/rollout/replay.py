@@ -90,7 +90,7 @@ class Replayer:
           recorded, update=update, policy_version=policy_version, turns=turns, start_s=shift(recorded.start_s),
           content_s=shift(recorded.content_s), reward_s=shift(recorded.reward_s))
       if moment.kind == 0:
-        self._emit_event(types.TurnFinished(update, trajectory.group, trajectory.index, turns[moment.turn]))
+        self._emit_event(types.TurnFixed(update, trajectory.group, trajectory.index, turns[moment.turn]))
       elif moment.kind == 1:
         self._emit_event(types.ContentFixed(dataclasses.replace(trajectory, reward=None, tests_passed=())))
         for turn in turns:

@@ -140,7 +140,9 @@ def _translate(event: types.RolloutEvent | types.Span, update: int, lane: lane_l
       raise types.TsJaxError(f'update {event.update}: {event.message}')
     case types.Span():
       return []
-    case types.TurnFinished():
+    case types.TurnScored():
+      return []
+    case types.TurnFixed():
       if not forward:
         return []
       lane.register_turn(event.group, event.index, event.turn)
