@@ -6,6 +6,7 @@ import pathlib
 import pytest
 import tokenizers
 
+from tests.agents import scripted
 from ts_jax.agents import sandbox as sandbox_lib
 from ts_jax.models import chat
 from ts_jax.models import tokenizer as tokenizer_lib
@@ -62,3 +63,9 @@ def processes_with():
         continue  # ended meanwhile
     return found
   return find
+
+
+@pytest.fixture
+def make(template, sandbox, task_folder):
+  """Function from replies to a trajectory that is ready to run."""
+  return lambda replies, **kwargs: scripted.Run(template, sandbox, task_folder, replies, **kwargs)

@@ -2,8 +2,6 @@
 
 import asyncio
 import collections
-import dataclasses
-import queue
 import secrets
 import signal
 import subprocess
@@ -14,80 +12,17 @@ import time
 
 import pytest
 
+from tests.agents.scripted import block, drain, failing, groups_of, kinds, make_pool, ScriptedEngine, Verdict
 from ts_jax import types
 from ts_jax.agents import environment as environment_lib
 from ts_jax.agents import limits as limits_lib
 from ts_jax.agents import loop as loop_lib
 from ts_jax.agents import parser
-from ts_jax.agents import pool as pool_lib
 from ts_jax.agents import prompt
 from ts_jax.rollout import protocol
 
 Reason = types.TerminalReason
 Finish = types.FinishReason
-Verdict = collections.namedtuple('Verdict', 'reward tests_passed')
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-  task_id: str = 'task'
-
-
-def block(command):
-  return f'```bash\n{command}\n```'
-
-
-class ScriptedEngine:
-  """Answers turn n of every trajectory with reply n, cut to the request's tokens, ended by the end-of-turn id."""
-
-  def __init__(self, template, replies, version=0, fail=lambda request: None, delay_s=0.0):
-    self.template, self.replies, self.version, self.fail, self.delay_s = template, replies, version, fail, delay_s
-    self.requests: list[protocol.GenerateRequest] = []
-
-  async def generate(self, request):
-    self.requests.append(request)
-    await asyncio.sleep(self.delay_s)
-    self.fail(request)
-    turn = int(request.request_id.split('-')[3])
-    reply = self.replies[min(turn, len(self.replies) - 1)]
-    ids = self.template.tokenizer.encode(reply, allow_special=True) + (self.template.end_of_turn_id,)
-    finish = Finish.STOP if len(ids) <= request.max_tokens else Finish.LENGTH
-    ids = ids[:request.max_tokens]
-    return types.SampledTokens(ids, (-0.5,) * len(ids), self.version, self.version, finish)
-
-
-class Run:
-  """One trajectory or pool, with everything it emitted."""
-
-  def __init__(self, template, sandbox, folder, replies, *, verifier=None, factory=None, retries=0, engine=None, deadlines=None, **limits):
-    self.events, self.spans, self.workdirs = [], [], []
-    self.engine = engine or ScriptedEngine(template, replies)
-    self.template = template
-    self.limits = limits_lib.Limits(**limits)
-
-    async def verify(task, workdir):
-      self.workdirs.append(workdir)
-      self.events.append('verifier')
-      return Verdict(1.0, (f'made={int((workdir / "made").exists())}',))
-    self.setup = loop_lib.AgentSetup(
-        environment_factory=factory or (lambda task: environment_lib.TerminalEnvironment(sandbox, folder)), template=template,
-        verifier=verifier or verify, limits=self.limits, retries=retries, deadlines=deadlines or loop_lib.Deadlines())
-
-  def go(self):
-    ids = prompt.prompt_ids(self.template, 'do it', (), self.limits, 'task')
-    assignment = loop_lib.Assignment(update=3, group=1, index=2, task=Task(), prompt_ids=ids, policy_version=0, run_seed=42)
-    self.trajectory = asyncio.run(loop_lib.run_trajectory(assignment, self.setup, self.engine, emit_event=self.events.append,
-                                                          emit_span=self.spans.append))
-    return self.trajectory
-
-
-@pytest.fixture
-def make(template, sandbox, task_folder):
-  return lambda replies, **kwargs: Run(template, sandbox, task_folder, replies, **kwargs)
-
-
-def kinds(events):
-  return [e if isinstance(e, str) else type(e).__name__ for e in events]
 
 
 def test_turns_are_recorded_as_the_conversation_the_template_renders(make, template):
@@ -187,17 +122,6 @@ def test_agents_processes_are_gone_before_the_verifier_looks(make, processes_wit
     return Verdict(0.0, ())
   t = make([block(f'setsid sleep {mark} & submit')], verifier=verify).go()
   assert seen == [[]] and t.reward == 0.0
-
-
-def failing(times, error):
-  """A function that raises `error` the first `times` calls."""
-  calls = iter([error] * times)
-
-  def fail(*_):
-    e = next(calls, None)
-    if e is not None:
-      raise e
-  return fail
 
 
 def test_engine_failure_is_retried_with_the_same_seeds_on_a_fresh_environment(make, template):
@@ -301,22 +225,6 @@ def test_setup_script_runs_before_the_agent_and_its_failure_is_named(make, task_
 
 
 # The pool.
-
-
-def make_pool(run, engines=None, concurrency=4, **kwargs):
-  events = queue.Queue()
-  pool = pool_lib.AgentPool(run.setup, engines or [lambda: run.engine], run_seed=42, concurrency=concurrency,
-                            emit_event=events.put_nowait, emit_span=lambda span: None, **kwargs)
-  return pool, events
-
-
-def groups_of(run, sizes):
-  ids = prompt.prompt_ids(run.template, 'do it', (), run.limits, 'task')
-  return [(types.GroupPlan(i, f'task-{i}', ids, size), Task(f'task-{i}')) for i, size in enumerate(sizes)]
-
-
-def drain(events):
-  return [events.get_nowait() for _ in range(events.qsize())]
 
 
 def test_pool_completes_an_update_in_group_order_under_its_limit(make, template, tmp_path):

@@ -1,5 +1,6 @@
 """Replay: recorded order and times, scaled, under this run's names."""
 
+import dataclasses
 import queue
 import time
 
@@ -51,6 +52,33 @@ def test_events_come_in_order_at_scaled_times(scale):
       due = event.trajectory.content_s if isinstance(event, types.ContentFixed) else event.trajectory.reward_s
       assert -0.01 <= at - due < 0.5
     assert max(t.reward_s for t in rewards) - begin == pytest.approx(0.32 * scale, abs=0.2)
+
+
+def test_turns_are_told_when_their_tokens_were_fixed_and_their_scores_at_once():
+  t = recorded()[0]
+  turns = tuple(dataclasses.replace(
+      u, action='ls', observation='x', request_start_s=100.01 + 0.05 * i, request_end_s=100.02 + 0.05 * i, tool_start_s=100.03 + 0.05 * i,
+      tool_end_s=100.06 + 0.05 * i, teacher_log_probs=tuple(2 * p for p in u.sampled.log_probs) if i != 1 else None)
+      for i, u in enumerate((t.turns * 3)[:3]))
+  turns = tuple(dataclasses.replace(u, index=i) for i, u in enumerate(turns))
+  t = dataclasses.replace(t, turns=turns)
+  _, got = play([t], 2.0)
+  events = [e for _, e in got]
+  assert [(type(e).__name__, getattr(e.turn, 'index', e.turn)) for e in events[:-2]] == [
+      ('TurnFixed', 0), ('TurnScored', 0), ('TurnFixed', 1), ('TurnFixed', 2), ('TurnScored', 2)]
+  assert [type(e) for e in events[-2:]] == [types.ContentFixed, types.RewardFixed]
+  assert events[-2].trajectory.turns[2].teacher_log_probs == turns[2].teacher_log_probs
+  origin = events[-2].trajectory.start_s
+  for at, event in got[:-2]:
+    assert (event.update, event.group, event.index) == (7, t.group, t.index)
+    n = event.turn if isinstance(event, types.TurnScored) else event.turn.index
+    if isinstance(event, types.TurnScored):
+      assert event.log_probs == turns[n].teacher_log_probs
+    else:  # as it was told while sampling
+      fixed = event.turn
+      assert (fixed.sampled, fixed.context_ids) == (turns[n].sampled, turns[n].context_ids)
+      assert (fixed.action, fixed.observation, fixed.teacher_log_probs) == (None, '', None) and fixed.tool_start_s == fixed.tool_end_s
+    assert -0.01 <= at - (origin + 2.0 * (0.02 + 0.05 * n)) < 0.05  # the request's end; the tool's came 0.08 later
 
 
 def test_plans_are_those_of_the_recording():

@@ -19,7 +19,7 @@ answered by a fixed observation.
 
 `infrastructure`: an engine, environment or verifier failure is never a trajectory.  The attempt is made again with the same
 seeds on a fresh environment; once the content is fixed, the recorded actions are replayed on a fresh environment and only
-the verification is repeated.  When the retries are used up the error is raised.
+the verification is repeated.  When the retries are used up the error is raised.  A teacher's failure is raised at once.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from ts_jax.agents import limits as limits_lib
 from ts_jax.agents import observation
 from ts_jax.agents import parser
 from ts_jax.agents import shell as shell_lib
+from ts_jax.agents import teacher as teacher_lib
 from ts_jax.rollout import protocol
 
 _STEP_MARGIN_S = 30.0  # for ending a process tree after its timeout
@@ -97,6 +98,7 @@ class AgentSetup:
     limits: Table 6.
     deadlines: of the environment and the verifier.
     retries: further attempts after an infrastructure failure.
+    teacher: scores each turn's sampled ids; None where nothing is distilled.
   """
 
   environment_factory: EnvironmentFactory
@@ -105,6 +107,7 @@ class AgentSetup:
   limits: limits_lib.Limits = limits_lib.Limits()
   deadlines: Deadlines = Deadlines()
   retries: int = 2
+  teacher: teacher_lib.Teacher | None = None
 
 
 async def run_trajectory(assignment: Assignment, setup: AgentSetup, engine: Engine, *, emit_event: EmitEvent,
@@ -114,6 +117,8 @@ async def run_trajectory(assignment: Assignment, setup: AgentSetup, engine: Engi
 
   Emits `TurnFixed` per turn, before its command runs (again, with the same tokens, when an attempt is repeated),
   `ContentFixed` once, before the verification, and `RewardFixed` once, after it; spans 'engine', 'tool' and 'verify'.
+  With a teacher, also `TurnScored` per turn with sampled ids, at any time between its `TurnFixed` and `ContentFixed` (again,
+  when an attempt is repeated), and spans 'teacher'; the trajectory's turns then hold the scores.
 
   Args:
     assignment: what to sample.
@@ -121,7 +126,7 @@ async def run_trajectory(assignment: Assignment, setup: AgentSetup, engine: Engi
     engine: the client.
     emit_event: called in order; must not block.
     emit_span: called when an interval has ended; must not block.
-    on_content: called once, when the engine is no longer needed.
+    on_content: called once, when the engine is no longer needed (scores may still be outstanding).
     verify_slots: bounds how many verifications run at once.
 
   Returns:
@@ -130,21 +135,27 @@ async def run_trajectory(assignment: Assignment, setup: AgentSetup, engine: Engi
   Raises:
     InfrastructureError: engine, environment or verifier failed at every attempt.
     PolicyVersionError: the engine kept answering with another policy version.
-    ConfigError: the task itself is at fault.
+    ConfigError: the task itself is at fault, or the teacher refuses its ids.
+    TeacherError: the teacher failed (then also an InfrastructureError) or gave an unusable answer; the attempt is not repeated.
   """
-  who = f'trajectory {(assignment.update, assignment.group, assignment.index)} of task {assignment.task.task_id}'
+  key = (assignment.update, assignment.group, assignment.index)
+  who = f'trajectory {key} of task {assignment.task.task_id}'
   environment: environment_lib.Environment | None = None
   try:
     for attempt in range(setup.retries + 1):
       environment = setup.environment_factory(assignment.task)
       try:
-        trajectory = await _sample(assignment, setup, engine, environment, attempt, emit_event, emit_span)
+        async with teacher_lib.scoring(setup.teacher, key, attempt, emit_event, emit_span) as scores:
+          trajectory = await _sample(assignment, setup, engine, environment, attempt, scores, emit_event, emit_span)
+          on_content()
         break
+      except teacher_lib.TeacherError:
+        raise
       except (types.InfrastructureError, types.PolicyVersionError) as e:
         await _close(environment, setup.deadlines)
         await _before_retry(e, attempt, setup.retries, who)
+    trajectory = scores.fill(trajectory)
     emit_event(types.ContentFixed(trajectory))
-    on_content()
 
     for attempt in range(setup.retries + 1):
       try:
@@ -165,7 +176,7 @@ async def run_trajectory(assignment: Assignment, setup: AgentSetup, engine: Engi
 
 
 async def _sample(assignment: Assignment, setup: AgentSetup, engine: Engine, environment: environment_lib.Environment,
-                  attempt: int, emit_event: EmitEvent, emit_span: EmitSpan) -> types.Trajectory:
+                  attempt: int, scores: teacher_lib.Scores, emit_event: EmitEvent, emit_span: EmitSpan) -> types.Trajectory:
   """Runs turns until a terminal reason; the agent's processes have ended when it returns."""
   limits, template, a = setup.limits, setup.template, assignment
   start_s = time.time()
@@ -185,12 +196,13 @@ async def _sample(assignment: Assignment, setup: AgentSetup, engine: Engine, env
     _check_reply(sampled, request)
     emit_span(types.Span('engine', request_start_s, request_end_s, a.update, a.group, a.index, index,
                          tokens=len(sampled.token_ids)))
-    context += sampled.token_ids
     generated += len(sampled.token_ids)
     turn = types.Turn(index=index, context_ids=tuple(pending), sampled=sampled, scored_mask=(True,) * len(sampled.token_ids),
                       request_start_s=request_start_s, request_end_s=request_end_s, tool_start_s=request_end_s,
                       tool_end_s=request_end_s)
     emit_event(types.TurnFixed(a.update, a.group, a.index, turn))
+    scores.start(turn, context)
+    context += sampled.token_ids
 
     action, result, text = None, None, parser.PARSE_ERROR_OBSERVATION
     parsed = parser.parse_action(_reply_text(sampled, template), sampled.finish_reason is types.FinishReason.STOP)

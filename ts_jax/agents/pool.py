@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import inspect
 import logging
 import threading
@@ -29,7 +30,7 @@ class AgentPool:
 
   def __init__(self, setup: loop_lib.AgentSetup, engine_factories: Sequence[Callable[[], Any]], *, run_seed: int,
                concurrency: int, emit_event: loop_lib.EmitEvent, emit_span: loop_lib.EmitSpan,
-               verify_concurrency: int | None = None):
+               verify_concurrency: int | None = None, teacher_factories: Sequence[Callable[[], Any]] = ()):
     """Call `start` before `submit_update`.
 
     Args:
@@ -42,6 +43,7 @@ class AgentPool:
       emit_event: receives rollout events, in the pool's thread; must not block (a queue's `put_nowait`).
       emit_span: receives spans, likewise.
       verify_concurrency: verifications at once; default `concurrency`.
+      teacher_factories: one per replica of the teacher, as `engine_factories`; they take the place of `setup.teacher`.
 
     Raises:
       ConfigError: a limit is not positive, or there is no engine.
@@ -51,7 +53,8 @@ class AgentPool:
       raise types.ConfigError(f'concurrency={concurrency} and verify_concurrency={verify_concurrency} must be at least 1')
     if not engine_factories:
       raise types.ConfigError('the agent pool has no engine: name at least one')
-    self._setup, self._factories, self._run_seed = setup, list(engine_factories), run_seed
+    self._setup, self._run_seed = setup, run_seed
+    self._engine_factories, self._teacher_factories = list(engine_factories), list(teacher_factories)
     self._limits = (concurrency, verify_concurrency)
     self._emit_event, self._emit_span = emit_event, emit_span
     self._thread = threading.Thread(target=self._run, name='agent-pool', daemon=True)
@@ -76,7 +79,7 @@ class AgentPool:
     """Registers the trajectories of an update; they start as slots come free.  Returns at once, from any thread.
 
     Args:
-      update: logical update k.
+      update: logical update k; negative for an evaluation, which no teacher scores.
       policy_version: version every reply must state.
       groups: (plan, task) in the order they should start.
       skip: (group, index) of trajectories that exist already (an interrupted update being resumed).
@@ -135,11 +138,12 @@ class AgentPool:
     self._stop = asyncio.Event()
     self._slots, self._verify_slots = (asyncio.Semaphore(n) for n in self._limits)
     self._updates: set[asyncio.Task] = set()
-    self._engines = []
+    self._engines, self._teachers = [], []
     try:
-      for factory in self._factories:
-        engine = factory()
-        self._engines.append(await engine if inspect.isawaitable(engine) else engine)
+      for clients, factories in ((self._engines, self._engine_factories), (self._teachers, self._teacher_factories)):
+        for factory in factories:
+          client = factory()
+          clients.append(await client if inspect.isawaitable(client) else client)
       self._loop = asyncio.get_running_loop()
       self._ready.set()
       await self._stop.wait()
@@ -147,8 +151,8 @@ class AgentPool:
       for task in self._updates:
         task.cancel()
       await asyncio.gather(*self._updates, return_exceptions=True)
-      for engine in self._engines:
-        close = getattr(engine, 'aclose', None) or getattr(engine, 'close', None)
+      for client in self._engines + self._teachers:
+        close = getattr(client, 'aclose', None) or getattr(client, 'close', None)
         done = close() if close is not None else None
         if inspect.isawaitable(done):
           await done
@@ -162,13 +166,13 @@ class AgentPool:
     try:
       async with asyncio.TaskGroup() as trajectories:
         for plan, task in groups:
-          engine = self._engines[plan.index % len(self._engines)]
+          engine, setup = self._engines[plan.index % len(self._engines)], self._setup_of(update, plan.index)
           for index in (i for i in range(plan.size) if (plan.index, i) not in skip):
             await self._slots.acquire()
             release = _once(self._slots.release)
             assignment = loop_lib.Assignment(update, plan.index, index, task, plan.prompt_ids, policy_version, self._run_seed)
             running.append(trajectories.create_task(loop_lib.run_trajectory(
-                assignment, self._setup, engine, emit_event=self._emit_event, emit_span=self._emit_span, on_content=release,
+                assignment, setup, engine, emit_event=self._emit_event, emit_span=self._emit_span, on_content=release,
                 verify_slots=self._verify_slots)))
             running[-1].add_done_callback(lambda _, release=release: release())
     except BaseExceptionGroup as failures:
@@ -177,6 +181,13 @@ class AgentPool:
       self._emit_event(types.RolloutFailed(update, _describe(first)))
       raise first from None
     return tuple(t.result() for t in running)
+
+  def _setup_of(self, update: int, group: int) -> loop_lib.AgentSetup:
+    if update < 0:
+      return dataclasses.replace(self._setup, teacher=None)
+    if self._teachers:
+      return dataclasses.replace(self._setup, teacher=self._teachers[group % len(self._teachers)])
+    return self._setup
 
 
 def _once(call: Callable[[], None]) -> Callable[[], None]:

@@ -13,7 +13,7 @@ EmitEvent = Callable[[types.RolloutEvent], None]
 
 
 class Moment(NamedTuple):
-  """One event to come: `kind` 0 for a turn, 1 for a trajectory's content, 2 for its reward."""
+  """One event to come: `kind` 0 for a turn's tokens (and scores), 1 for a trajectory's content, 2 for its reward."""
 
   delay_s: float
   kind: int
@@ -38,7 +38,7 @@ def schedule(trajectories: Sequence[types.Trajectory], scale: float) -> list[Mom
       raise types.ConfigError(f'recorded trajectory {t.key} has no reward or no times: replay a run whose updates completed')
   begin = min(t.start_s for t in trajectories)
   delay = lambda at: max(0.0, at - begin) * scale
-  moments = [Moment(delay(min(u.tool_end_s or u.request_end_s, t.content_s)), 0, t, i) for t in trajectories for i, u in enumerate(t.turns)]
+  moments = [Moment(delay(min(u.request_end_s, t.content_s)), 0, t, i) for t in trajectories for i, u in enumerate(t.turns)]
   moments += [Moment(delay(t.content_s), 1, t) for t in trajectories] + [Moment(delay(t.reward_s), 2, t) for t in trajectories]
   return sorted(moments, key=lambda m: (m.delay_s, m.kind, m.trajectory.key, m.turn))
 
@@ -90,7 +90,11 @@ class Replayer:
           recorded, update=update, policy_version=policy_version, turns=turns, start_s=shift(recorded.start_s),
           content_s=shift(recorded.content_s), reward_s=shift(recorded.reward_s))
       if moment.kind == 0:
-        self._emit_event(types.TurnFixed(update, trajectory.group, trajectory.index, turns[moment.turn]))
+        turn, at = turns[moment.turn], (update, trajectory.group, trajectory.index)
+        self._emit_event(types.TurnFixed(*at, dataclasses.replace(
+            turn, action=None, observation='', tool_start_s=turn.request_end_s, tool_end_s=turn.request_end_s, teacher_log_probs=None)))
+        if turn.teacher_log_probs is not None:  # when they arrived is not recorded: as early as can be
+          self._emit_event(types.TurnScored(*at, turn.index, turn.teacher_log_probs))
       elif moment.kind == 1:
         self._emit_event(types.ContentFixed(dataclasses.replace(trajectory, reward=None, tests_passed=())))
         for turn in turns:
