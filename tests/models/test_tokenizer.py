@@ -135,3 +135,35 @@ def test_fingerprint_depends_on_what_decides_the_ids(tokenizer, folder):
   assert [older.encode(t, False) for t in TEXTS] == [tokenizer.encode(t, False) for t in TEXTS]
   edit(folder / 'tokenizer.json', lambda v: v['model']['merges'].pop())
   assert tokenizer_lib.Tokenizer.load(folder).fingerprint() != tokenizer.fingerprint()
+
+
+def swapped(vocab):
+  a, b = (next(token for token, i in vocab.items() if i == n) for n in (1000, 2000))
+  vocab[a], vocab[b] = vocab[b], vocab[a]
+
+
+@pytest.mark.parametrize('file, change, told', [
+    ('tokenizer.json', lambda s: swapped(s['model']['vocab']), r"id 1000 is '(.+)' to the teacher and '(?!\1)(.+)' to the student"),
+    ('tokenizer.json', lambda s: s['added_tokens'].append(s['added_tokens'][0] | dict(content='<|extra|>', id=49152)),
+     r"id 49152 is '<\|extra\|>' to the teacher and no token to the student"),
+    ('tokenizer_config.json', lambda s: s.pop('bos_token'), r"bos_token is None \(id None\) to the teacher and '<\|im_start\|>' \(id 1\)"),
+    ('tokenizer_config.json', lambda s: s.update(pad_token='<|endoftext|>'), r"pad_token is '<\|endoftext\|>' \(id 0\) .* '<\|im_end\|>' \(id 2\)"),
+    ('generation_config.json', lambda s: s.update(eos_token_id=[2, 0]), r"id 0 \('<\|endoftext\|>'\) is a stop id of the teacher"),
+])
+def test_a_teacher_that_reads_ids_differently_is_refused_with_the_first_difference(tokenizer, folder, file, change, told):
+  edit(folder / file, change)
+  with pytest.raises(types.ConfigError, match=told) as e:
+    tokenizer_lib.check_same_ids(tokenizer, tokenizer_lib.Tokenizer.load(folder))
+  assert str(folder) in str(e.value) and str(tokenizer.folder) in str(e.value)
+
+
+def test_a_stop_id_only_the_student_has_is_refused_too(tokenizer, folder):
+  edit(folder / 'generation_config.json', lambda s: s.update(eos_token_id=[2, 0]))
+  with pytest.raises(types.ConfigError, match='is a stop id of the student .* and not of the teacher'):
+    tokenizer_lib.check_same_ids(tokenizer_lib.Tokenizer.load(folder), tokenizer)
+
+
+def test_a_teacher_with_other_merges_or_another_template_is_accepted(tokenizer, folder):
+  edit(folder / 'tokenizer.json', lambda s: s['model']['merges'].pop())
+  edit(folder / 'tokenizer_config.json', lambda s: s.pop('chat_template', None))
+  tokenizer_lib.check_same_ids(tokenizer, tokenizer_lib.Tokenizer.load(folder))

@@ -92,6 +92,15 @@ class Tokenizer:
       ids = [i for i in ids if i not in self.special_ids]
     return self._with_control.decode(list(ids), skip_special_tokens=False)
 
+  def control_id(self, name: str) -> int | None:
+    """Returns the id of `bos_token`, `pad_token`, ...; None where the tokenizer has none."""
+    text = self.special_strings.get(name)
+    return None if text is None else self._with_control.token_to_id(text)
+
+  def vocabulary(self) -> dict[int, str]:
+    """Returns every id and its token, control tokens included."""
+    return {i: token for token, i in self._with_control.get_vocab(with_added_tokens=True).items()}
+
   def fingerprint(self) -> str:
     """Returns a digest of everything that decides which ids a text gets: equal tokenizers, equal digests."""
     model = dict(self._spec['model'])
@@ -109,6 +118,33 @@ class Tokenizer:
     raise types.ConfigError(
         f'the tokenizer in {self.folder} has {self.vocab_size} ids but the weights have {config.vocab_size} embedding rows: '
         'it belongs to another model.  Use the tokenizer files that came with the weights')
+
+
+def check_same_ids(student: Tokenizer, teacher: Tokenizer) -> None:
+  """Checks that a teacher reads a student's ids as the student means them.
+
+  Merges and chat templates are not compared: the teacher is given ids, never text.
+
+  Raises:
+    ConfigError: an id has another token, or bos, eos, pad or the stop ids differ; names the first.
+  """
+  mine, other = student.vocabulary(), teacher.vocabulary()
+  shown = lambda vocabulary, i: 'no token' if i not in vocabulary else repr(vocabulary[i])
+
+  def refuse(difference: str) -> None:
+    raise types.ConfigError(f"teacher and student have different tokenizers ({teacher.folder}, {student.folder}): {difference}.  "
+                            "Distil from a teacher that has the student's tokenizer")
+
+  for i in sorted(mine.keys() | other.keys()):
+    if mine.get(i) != other.get(i):
+      refuse(f"id {i} is {shown(other, i)} to the teacher and {shown(mine, i)} to the student")
+  for name in ('bos_token', 'eos_token', 'pad_token'):
+    theirs, ours = ((t.special_strings.get(name), t.control_id(name)) for t in (teacher, student))
+    if theirs != ours:
+      refuse(f'{name} is {theirs[0]!r} (id {theirs[1]}) to the teacher and {ours[0]!r} (id {ours[1]}) to the student')
+  for i in sorted(set(student.stop_ids) ^ set(teacher.stop_ids)):
+    who = ('student', 'teacher') if i in student.stop_ids else ('teacher', 'student')
+    refuse(f'id {i} ({shown(mine, i)}) is a stop id of the {who[0]} (its generation_config.json) and not of the {who[1]}')
 
 
 def read_json(path: Path) -> dict[str, Any]:
