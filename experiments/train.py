@@ -98,6 +98,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   policy, optimizer = wiring.policy(config), wiring.optimizer(config)
   student = wiring.load_student(config)
   replaying = bool(config.rollout.replay)
+  teacher = None if replaying else wiring.load_teacher(config, student, engine_cores, sorted(everything))
   box = None if replaying else stack.enter_context(wiring.sandbox(config))
   run = stack.enter_context(rundir.RunDirectory(workdir))
   resumed = run.open(config)
@@ -112,7 +113,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     families = {t.task_id: t.family for t in tasks.all}
     family_of = families.__getitem__
 
-  print(wiring.describe(config, student, tasks, box, engine_cores), file=sys.stderr)
+  print(wiring.describe(config, student, tasks, box, engine_cores, teacher), file=sys.stderr)
 
   # ---- Engines start in the background while the learner compiles ------------------------------------------------------
   host_memory.keep_freed_memory()
@@ -125,6 +126,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   else:
     exchange = stack.enter_context(wiring.exchange_folder(config, student, workdir))
     engines = stack.enter_context(wiring.engines(config, student, engine_cores, run.logs, exchange, cache))
+    scorers = stack.enter_context(wiring.teacher(config, teacher, run.logs, cache))
 
   state = barrier.init(optimizer, student.params())
   checkpoints = checkpoints_lib.Checkpoints(run.checkpoints, config.checkpoint.keep)
@@ -169,8 +171,9 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
 
   if engines is not None:
     engines.wait_started()
+    scorers.wait_started()
     engines.publisher.publish(state.params, student.config, state.policy_version)
-    agents = wiring.agent_pool(config, student, box, engines.clients, events.put_nowait)
+    agents = wiring.agent_pool(config, student, box, engines.clients, events.put_nowait, scorers.clients)
     stack.enter_context(agents)
 
   # ---- Training -------------------------------------------------------------------------------------------------------

