@@ -137,14 +137,89 @@ def grpo_direction(config, params, batch, epsilon=1e-6, rotary=None):
   return direction(config, params, batch, advantages, lambda t: 1 / (len(batch.groups) * t.scored_tokens), rotary)
 
 
-def opd_gradient(config, params, trajectory, teacher_log_probs):
+def opd_direction(config, params, batch, rotary=None):
+  """Distillation: mean over the scored tokens of a batch of A_t grad log pi (Equations 8 and 9); turns carry teacher log-probs."""
+  total, tokens = jax.tree.map(lambda x: np.zeros(x.shape), params), sum(t.scored_tokens for t in batch.trajectories)
+  for trajectory in batch.trajectories:
+    if trajectory.scored_tokens:
+      teacher = np.asarray(trajectory.completion_teacher_log_probs)[np.asarray(trajectory.completion_mask)]
+      add_to(total, opd_gradient(config, params, trajectory, teacher, rotary), 1 / tokens)
+  return total
+
+
+def opd_gradient(config, params, trajectory, teacher_log_probs, rotary=None):
   """Unnormalised ascent direction of one trajectory, sum_t A_t grad log pi, A = teacher - student log-prob (Equation 8).
 
   Args:
-    config: the student's sizes.
-    params: parameters.
-    trajectory: a types.Trajectory.
+    config, params, trajectory, rotary: as for `weighted_gradient`.
     teacher_log_probs: [L] of its scored tokens.
   """
-  _, student = weighted_gradient(config, params, trajectory, np.zeros(len(teacher_log_probs)))
-  return weighted_gradient(config, params, trajectory, np.asarray(teacher_log_probs) - np.asarray(student))[0]
+  _, student = weighted_gradient(config, params, trajectory, np.zeros(len(teacher_log_probs)), rotary)
+  return weighted_gradient(config, params, trajectory, np.asarray(teacher_log_probs) - np.asarray(student), rotary)[0]
+
+
+def token_objective(scores, targets, weights, terms, counts=None, teacher=None, sampler=None, reference=None, temperature=1.0):
+  """The explicit objective that token-local terms add up to, to be differentiated by autodiff over the full logits.
+
+  Args:
+    scores: logits [S, V].
+    targets: [S].
+    weights: [S], w_t.
+    terms: coefficients by the names importance_cap, kl, kl_estimator, entropy (see objectives.terms.Terms).
+    counts: [S], u_t, for KL and entropy.
+    teacher: [S] log-probs of the targets for distillation, or None.
+    sampler, reference: [S] log-probs of the targets, where a term needs them.
+    temperature: sampling temperature.
+
+  Returns:
+    scalar, to be ascended.
+  """
+  everything = jax.nn.log_softmax(scores / temperature, axis=-1)
+  student = everything[jnp.arange(len(targets)), targets]
+  fixed = jax.lax.stop_gradient(student)
+  factor = weights
+  if teacher is not None:
+    factor = factor * (teacher - fixed)
+  if terms.importance_cap is not None:
+    factor = factor * jnp.minimum(jnp.exp(fixed) / jnp.exp(sampler), terms.importance_cap)
+  total = jnp.sum(factor * student)
+  if terms.kl:
+    estimate = {'k1': student - reference, 'k2': (student - reference)**2 / 2,
+                'k3': jnp.exp(reference) / jnp.exp(student) - 1 - (reference - student)}[terms.kl_estimator]
+    total = total - terms.kl * jnp.sum(counts * estimate)
+  if terms.entropy:
+    total = total - terms.entropy * jnp.sum(counts * jnp.sum(jnp.exp(everything) * everything, axis=-1))
+  return total
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5, 8))
+def _terms_gradient(config, params, tokens, positions, targets, terms, columns, temperature, rotary):
+  def objective(params):
+    scores = logits(config, params, tokens, positions, rotary)
+    log_probs = jax.nn.log_softmax(scores / temperature, axis=-1)[jnp.arange(len(targets)), targets]
+    return token_objective(scores, targets, terms=terms, temperature=temperature, **columns), log_probs
+
+  return jax.grad(objective, has_aux=True)(params)
+
+
+def terms_gradient(config, params, trajectory, terms, columns, temperature=1.0, rotary=None):
+  """Gradient of `token_objective` over a whole trajectory, by autodiff from the parameters to the objective.
+
+  Args:
+    config, params, trajectory, rotary: as for `weighted_gradient`.
+    terms: hashable, see `token_objective`.
+    columns: arrays [L] by name (weights, counts, teacher, sampler, reference), those that the terms need.
+    temperature: sampling temperature.
+
+  Returns:
+    (gradient, log-probs of the scored tokens [L]).
+  """
+  tokens = np.array(trajectory.prompt_ids + trajectory.completion_ids, np.int32)
+  at = np.flatnonzero((False,) * len(trajectory.prompt_ids) + trajectory.completion_mask).astype(np.int32)
+  inputs = np.concatenate([tokens[:-1], np.zeros(-(len(tokens) - 1) % BLOCK, np.int32)])
+  room = (0, -len(at) % 16)
+  dtype = params['embed']['embedding'].dtype
+  columns = {name: np.pad(np.asarray(column, dtype), room) for name, column in columns.items()}  # a weight or count of 0: nothing
+  gradient, log_probs = _terms_gradient(config, params, inputs, np.pad(at - 1, room), np.pad(tokens[at], room), terms, columns,
+                                        temperature, rotary or str(dtype))
+  return gradient, log_probs[:len(at)]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ts_jax.kernels import logprob
+from ts_jax.objectives.terms import Scores, Terms
 
 N, D, V = 37, 16, 5003  # V is no multiple of the vocabulary chunk
 
@@ -60,9 +61,15 @@ def test_nan_where_the_weight_is_zero_changes_nothing(inputs):
     np.testing.assert_array_equal(clean, other)
 
 
-def test_gradient_at_4096_tokens_needs_a_tenth_of_the_logits():
+@pytest.mark.parametrize('terms', [None, Terms(entropy=0.01)], ids=['plain', 'entropy'])
+def test_gradient_at_4096_tokens_needs_a_tenth_of_the_logits(terms):
   tokens, vocab, width = 4096, 49152, 64
   shapes = jax.ShapeDtypeStruct((tokens, width), jnp.float32), jax.ShapeDtypeStruct((vocab, width), jnp.float32)
-  gradient = jax.jit(jax.grad(lambda h, w: logprob.weighted_score(h, w, jnp.zeros(tokens, int), jnp.ones(tokens))[0], argnums=(0, 1)))
+
+  def score(hidden, head):
+    ones = jnp.ones(tokens)
+    return logprob.weighted_score(hidden, head, jnp.zeros(tokens, int), ones, scores=Scores(counts=ones), terms=terms)[0]
+
+  gradient = jax.jit(jax.grad(score, argnums=(0, 1)))
   temporary = gradient.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
   assert temporary <= 0.1 * tokens * vocab * 4
