@@ -37,94 +37,62 @@ def main() -> None:
   import jax.numpy as jnp
   from experiments import wiring
   from ts_jax.kernels import fold
-  from ts_jax.models import llama, source, staged as staged_model, weights
-  from ts_jax.streaming import host_memory, sources, staged
+  from ts_jax import types
+  from ts_jax.models import source, staged as staged_model, weights
+  from ts_jax.streaming import forward_trajectories, host_memory, sources, turn_trajectories
+  from ts_jax.streaming.buckets import Buckets
 
   host_memory.keep_freed_memory()
   wiring.compile_cache()
   folder = source.resolve_model(_MODEL.value)
   config = weights.load_config(folder)
   params = jax.tree.map(jnp.asarray, weights.load_params(folder))
-  functions = sources.SourceFunctions(config)
+  functions, buckets = sources.SourceFunctions(config), Buckets()
   turns, size, prompt_size = _TURNS.value, _TURN_TOKENS.value, _PROMPT_TOKENS.value
   total, half = turns * size, size // 2
   rng = np.random.default_rng(0)
-  tokens = rng.integers(3, config.vocab_size, (1, total)).astype(np.int32)
-  prompt_tokens = rng.integers(3, config.vocab_size, (1, prompt_size)).astype(np.int32)
-  positions = np.concatenate([t * size + half + np.arange(half) for t in range(turns)]).astype(np.int32)
-  targets = rng.integers(3, config.vocab_size, len(positions)).astype(np.int32)
-  ones = np.ones(len(positions))
-  teacher = rng.normal(-2, 1, len(positions))
-  prompt = jax.block_until_ready(functions.prompt_forward(params, prompt_tokens, np.int32(prompt_size)))
-  clock = time.perf_counter
+  ids = lambda n: tuple(int(i) for i in rng.integers(3, config.vocab_size, n))
+
+  def turn_of(index: int) -> types.Turn:
+    sampled = types.SampledTokens(ids(half), (-1.0,) * half, 0, 0, types.FinishReason.STOP)
+    scores = tuple(float(x) for x in rng.normal(-2, 1, half).clip(max=0))
+    return types.Turn(index, ids(size - half), sampled, (True,) * half, teacher_log_probs=scores)
+
+  prompt_ids = ids(prompt_size + 1)
+  made = tuple(turn_of(i) for i in range(turns))
+  whole = sources.SourceData.of(types.Trajectory(0, 0, 0, 'task', 0, prompt_ids, made, types.TerminalReason.DONE))
+  length = np.int32(prompt_size)
+  prompt = jax.block_until_ready(
+      functions.segment_forward(params, functions.root(), np.asarray([prompt_ids[:-1]], np.int32), length, prompt_size))
+  clock, before, at = time.perf_counter, prompt_ids[-1], (0, 0)
 
   def timed(work: Callable):
     begin = clock()
     result = jax.block_until_ready(work())
     return result, clock() - begin
 
-  def batch(at, goal, row, weight):
-    return sources.SourceBatch(row, at[None], goal[None], weight[None])
-
-  whole = batch(positions, targets, tokens, ones)
-  relative = positions[:half]  # the same within every turn
-
   def full() -> dict[str, float]:
-    return {'total': timed(lambda: functions.source_gradient(params, prompt, whole))[1]}
+    batch = sources.pack(before, [whole], [1.0], buckets, teacher=True)
+    return {'total': timed(lambda: functions.source_gradient(params, prompt, batch))[1]}
+
+  def by_turns(trajectories, distil: bool) -> dict[str, float]:
+    spent = []
+    for turn in made:
+      begin = clock()
+      trajectories.fix(at, turn)
+      if distil:
+        trajectories.score(at, turn.index, turn.teacher_log_probs)
+      trajectories.advance(params, before, prompt, at)
+      spent.append(clock() - begin)
+    trajectories.complete(at, made)
+    end = timed(lambda: trajectories.gradient(params, before, prompt, at, 1.0 if distil else 1 / whole.scored))[1]
+    return {'total': sum(spent) + end, 'left': spent[-1] + end}
 
   def forward(distil: bool) -> dict[str, float]:
-    kept, spent, sums = staged.begin(functions, prompt, total, _KEEP.value), [], None
-    cotangent = None
-    for t in range(turns):
-      part = slice(t * half, (t + 1) * half)
-      past = -(-(prompt_size + t * size) // 128) * 128
-      begin = clock()
-      kept = jax.block_until_ready(staged.turn_forward(functions, params, kept, tokens[:, t * size:(t + 1) * size], np.int32(size), past))
-      if distil:
-        result = staged.head_gradient(functions, params, kept.hidden, positions[part], targets[part], ones[part], teacher[part])
-        cotangent = result.cotangent if cotangent is None else cotangent + result.cotangent
-        sums = jax.block_until_ready(fold.fold('float32', fold.zeros('float32', result.gradient) if sums is None else sums, result.gradient))
-      spent.append(clock() - begin)
-    begin = clock()
-    if not distil:
-      result = staged.head_gradient(functions, params, kept.hidden, positions, targets, ones)
-      cotangent = result.cotangent
-    jax.block_until_ready((staged.complete(functions, params, kept, tokens, prompt, cotangent), result))
-    end = clock() - begin
-    return {'total': sum(spent) + end, 'left': spent[-1] + end}
+    return by_turns(forward_trajectories.ForwardTrajectories(functions, buckets, total, distil, _KEEP.value), distil)
 
   def turn() -> dict[str, float]:
-    boundary, spent, sums = prompt, [], None
-    states, adjoints = [], []
-    for t in range(turns):
-      part, own = slice(t * half, (t + 1) * half), tokens[:, t * size:(t + 1) * size]
-      begin = clock()
-      result = functions.source_gradient(params, boundary, batch(relative, targets[part], own, ones[part]))
-      sums = fold.fold('float32', fold.zeros('float32', result.gradient) if sums is None else sums, result.gradient)
-      states.append(boundary)
-      adjoints.append(result.adjoint)
-      if t + 1 < turns:  # the next turn stands behind this one
-        boundary = append(params, boundary, own)
-      jax.block_until_ready((sums, boundary, result.adjoint))
-      spent.append(clock() - begin)
-    begin = clock()
-    carried = jax.tree.map(jnp.zeros_like, adjoints[-1])
-    for t in reversed(range(turns)):
-      carried = jax.tree.map(jnp.add, jax.tree.map(lambda c, a: c[:, :a.shape[1]], carried, adjoints[t]), adjoints[t])
-      if t:
-        first = prompt_size + (t - 1) * size
-        mine = jax.tree.map(lambda c: c[:, first:first + size], carried)
-        gradient, parent = functions.segment_gradient(params, states[t - 1], tokens[:, (t - 1) * size:t * size], mine)
-        sums = fold.fold('float32', sums, gradient)
-        carried = jax.tree.map(lambda c, p: c[:, :p.shape[1]] + p, carried, parent)
-    jax.block_until_ready((sums, carried))
-    end = clock() - begin
-    return {'total': sum(spent) + end, 'left': spent[-1] + end}
-
-  @jax.jit
-  def append(params, boundary, own):
-    _, memory = llama.forward(config, params, own, boundary)
-    return llama.extend(boundary, memory, jnp.int32(size), boundary.keys.shape[1] + size)
+    return by_turns(turn_trajectories.TurnTrajectories(functions, buckets, total, True), True)
 
   runs = {'full': full, 'opd_forward': lambda: forward(True), 'grpo_forward': lambda: forward(False), 'opd_turn': turn}
   times: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
@@ -146,7 +114,6 @@ def main() -> None:
 def prefix_sharing(functions, params, config, timed) -> float:
   """Service of a group of eight with a prompt as long as each trajectory, relative to no sharing."""
   import jax.numpy as jnp
-  from ts_jax.models import llama
   from ts_jax.streaming import sources
   size, members = _SHARED.value, 8
   rng = np.random.default_rng(1)
@@ -156,12 +123,11 @@ def prefix_sharing(functions, params, config, timed) -> float:
   alone = sources.SourceBatch(tokens, (size + at)[None], tokens[:, :len(at)], weights)
   behind = sources.SourceBatch(tokens[:, size:], at[None], tokens[:, :len(at)], weights)
   adjoint = tuple(jnp.zeros((config.layers, size, config.kv_heads, config.head_dim)) for _ in range(2))
-  empty, length = llama.empty_boundary(config), np.int32(size)
-  prompt = functions.prompt_forward(params, tokens[:, :size], length)
-  parts = {'alone': lambda: functions.source_gradient(params, empty, alone),
-           'behind': lambda: functions.source_gradient(params, prompt, behind),
-           'forward': lambda: functions.prompt_forward(params, tokens[:, :size], length),
-           'backward': lambda: functions.prompt_gradient(params, tokens[:, :size], length, adjoint)}
+  forward = lambda: functions.segment_forward(params, functions.root(), tokens[:, :size], np.int32(size), size)
+  prompt = forward()
+  parts = {'alone': lambda: functions.source_gradient(params, functions.root(), alone),
+           'behind': lambda: functions.source_gradient(params, prompt, behind), 'forward': forward,
+           'backward': lambda: functions.segment_gradient(params, functions.root(), tokens[:, :size], adjoint)}
   times = {name: [] for name in parts}
   for round_ in range(_ROUNDS.value + 1):
     for name, part in parts.items():

@@ -23,13 +23,13 @@ from ts_jax import types
 from ts_jax.models import llama
 from ts_jax.models.config import ModelConfig
 from ts_jax.objectives import policy_gradient
-from ts_jax.streaming import barrier, lane as lane_lib, open_trajectories, scheduler, sources
+from ts_jax.streaming import barrier, forward_trajectories, lane as lane_lib, scheduler, sources
 from ts_jax.streaming.buckets import Buckets
 from ts_jax.telemetry import progress as progress_lib
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Model, tasks and batch sizes; see configs/.', lock_config=True)
 _RECORDING = flags.DEFINE_string('recording', 'runs/recording', 'Folder of the recorded batches.')
-_GROUPS = flags.DEFINE_integer('groups', 3, 'Recorded groups with a reward difference to compare.')
+_GROUPS = flags.DEFINE_integer('groups', 6, 'Recorded groups with a reward difference to compare.')
 _ORDERS = flags.DEFINE_integer('orders', 20, 'Random arrival orders whose parameters must have equal bits.')
 flags.mark_flags_as_required(['config'])
 
@@ -47,10 +47,10 @@ def float64_error() -> float:
     for seed in range(4):
       batch = offline.random_batch(np.random.default_rng(seed))
       expected = reference.grpo_direction(_TINY, params, batch)
-      for policy in (scheduler.Policy(streaming=False, pack_rows=(2, 1)), scheduler.Policy(admission_cap=2)):
+      for policy in (scheduler.Policy(granularity='batch', pack_rows=(2, 1)), scheduler.Policy(admission_cap=2)):
         lane = lane_lib.Lane(0, sources.SourceFunctions(_TINY, dtype='float64'), Buckets((24,)), accumulator='float32',
                              reward_centre=0.75)
-        got, _ = offline.batch_direction(batch, params, lane, policy, 'float32', order_seed=seed)
+        got, _ = offline.batch_direction(batch, params, [lane], policy, 'float32', order_seed=seed)
         worst = max(worst, offline.relative_error(got, expected))
   return worst
 
@@ -108,19 +108,19 @@ def student_errors(config, student: wiring.Student, batch: types.LogicalBatch) -
   params, objective, functions = student.params(), wiring.objective(config), wiring.functions(config, student)
   longest = max(len(t.completion_ids) for t in batch.trajectories)
   policy = scheduler.Policy(admission_cap=config.schedule.admission_cap, objective=objective, kept_cap=_KEPT_CAP)
-  policies = [dataclasses.replace(policy, streaming=False), policy, dataclasses.replace(policy, forward=True)]
-  buckets = Buckets(tuple(config.learner.buckets))
+  policies = [dataclasses.replace(policy, granularity='batch'), policy, dataclasses.replace(policy, granularity='forward')]
+  buckets, shared = Buckets(tuple(config.learner.buckets)), wiring.shared_prefix(g.prompt_ids for g in batch.groups)
   whole = offline.flat(whole_sequence_direction(functions, params, batch, objective))
   independent = offline.flat(reference.grpo_direction(student.config, params, batch, objective.epsilon))
   worst = {'whole': 0.0, 'independent': 0.0, 'cosine': 0.0, 'forward': 0.0}
   for policy in policies:
-    trajectories = open_trajectories.OpenTrajectories(functions, buckets, longest, 'all') if policy.forward else None
-    lane = wiring.learner_lane(config, student, trajectories)
-    got = offline.flat(offline.batch_direction(batch, params, lane, policy, 'float32')[0])
+    trajectories = forward_trajectories.ForwardTrajectories(functions, buckets, longest) if policy.by_turns else None
+    lane = wiring.learner_lane(config, student, trajectories, shared)
+    got = offline.flat(offline.batch_direction(batch, params, [lane], policy, 'float32')[0])
     # 1 - cos from the difference of unit vectors: 1 - dot would cancel to the rounding of the dot product.
     cosine = 0.5 * float(np.sum((got / np.linalg.norm(got) - independent / np.linalg.norm(independent))**2))
     error = float(np.linalg.norm(got - whole) / np.linalg.norm(whole))
-    if policy.forward:
+    if policy.by_turns:
       figures = {'forward': error}
     else:
       figures = {'whole': error, 'cosine': cosine, 'independent': float(np.linalg.norm(got - independent) / np.linalg.norm(independent))}
@@ -133,13 +133,14 @@ def equal_bits(config, student: wiring.Student, batch: types.LogicalBatch, order
   optimizer = wiring.optimizer(config)
   functions = wiring.functions(config, student)
   lane = lane_lib.Lane(0, functions, Buckets(tuple(config.learner.buckets)), accumulator='exact',
-                       reward_centre=config.objective.reward_centre, objective=wiring.objective(config))
+                       reward_centre=config.objective.reward_centre, objective=wiring.objective(config),
+                       shared_prefix=wiring.shared_prefix(g.prompt_ids for g in batch.groups))
 
   def new_parameters(streaming: bool, order: int) -> bytes:
     state = barrier.init(optimizer, student.params())
-    policy = scheduler.Policy(streaming=streaming, direct=False, admission_cap=_EXACT_CAP,
+    policy = scheduler.Policy(granularity='trajectory' if streaming else 'batch', direct=False, admission_cap=_EXACT_CAP,
                               objective=wiring.objective(config))
-    direction, _ = offline.batch_direction(batch, state.params, lane, policy, 'exact', order_seed=order)
+    direction, _ = offline.batch_direction(batch, state.params, [lane], policy, 'exact', order_seed=order)
     state, _ = barrier.apply(optimizer, state, direction)
     return offline.bits(state.params)
 

@@ -5,6 +5,7 @@ Used by the equivalence experiment and by the tests.
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 from typing import Sequence
 
@@ -24,10 +25,20 @@ def shuffled_arrival(batch: types.LogicalBatch, rng: np.random.Generator) -> lis
   """A random interleaving of the trajectories' events; each has its turns in order, then its content, then its reward."""
   waiting = {}
   for t in batch.trajectories:
-    turns = [types.TurnFixed(t.update, t.group, t.index, turn) for turn in t.turns]
-    waiting[t.key] = [types.RewardFixed(t), types.ContentFixed(t), *reversed(turns)]
+    turns = [types.TurnFixed(t.update, t.group, t.index, dataclasses.replace(turn, teacher_log_probs=None)) for turn in t.turns]
+    waiting[t.key] = [types.RewardFixed(t), types.ContentFixed(t), *reversed(_with_scores(t, turns, rng))]
   keys = [key for key, events in waiting.items() for _ in events]
   return [waiting[keys[i]].pop() for i in rng.permutation(len(keys))]
+
+
+def _with_scores(t: types.Trajectory, fixed: Sequence[types.TurnFixed], rng: np.random.Generator) -> list[types.RolloutEvent]:
+  """A trajectory's turns in order, each one's teacher scores anywhere behind it."""
+  events: list[types.RolloutEvent] = list(fixed)
+  for event, turn in zip(fixed, t.turns):
+    if turn.teacher_log_probs is not None:
+      at = rng.integers(events.index(event) + 1, len(events) + 1)
+      events.insert(at, types.TurnScored(t.update, t.group, t.index, turn.index, turn.teacher_log_probs))
+  return events
 
 
 class RandomlyLate:
@@ -44,14 +55,14 @@ class RandomlyLate:
     return self._events.pop(0)
 
 
-def batch_direction(batch: types.LogicalBatch, params, lane: lane_lib.Lane, policy: scheduler.Policy, accumulator: str,
+def batch_direction(batch: types.LogicalBatch, params, lanes: Sequence[lane_lib.Lane], policy: scheduler.Policy, accumulator: str,
                     order_seed: int = 0):
   """Runs one update's learner side.
 
   Args:
     batch: a complete batch.
     params: theta_k.
-    lane: built for `accumulator`.
+    lanes: built for `accumulator`.
     policy: the schedule.
     accumulator: 'float32' or 'exact'.
     order_seed: decides the arrival order and what the learner sees when.
@@ -61,17 +72,22 @@ def batch_direction(batch: types.LogicalBatch, params, lane: lane_lib.Lane, poli
   """
   rng = np.random.default_rng(order_seed)
   events = RandomlyLate(shuffled_arrival(batch, rng), rng)
-  result = update_lib.run_update(batch.update, batch.policy_version, params, plans(batch), events, lane, policy)
+  result = update_lib.run_update(batch.update, batch.policy_version, params, plans(batch), events, lanes, policy)
   return barrier.reduce_lanes(accumulator, result.sums, result.normaliser), result
 
 
 def random_batch(rng: np.random.Generator, *, groups: int = 3, size: int = 4, rewards: Sequence[float] = (0.0, 0.5, 1.5),
-                 max_turns: int = 3, scored_rate: float = 0.8, vocab: int = 67) -> types.LogicalBatch:
-  """A batch with random prompts, turn structure, masks (some trajectories without a scored token) and rewards."""
+                 max_turns: int = 3, scored_rate: float = 0.8, vocab: int = 67, teacher: bool = False,
+                 shared: int = 0) -> types.LogicalBatch:
+  """A batch with random prompts, turn structure, masks (some trajectories without a scored token) and rewards.
+
+  With `teacher` its turns carry teacher log-probs; `shared` ids begin every prompt.
+  """
   made = []
+  common = tuple(int(i) for i in rng.integers(0, vocab, shared))
   for g in range(groups):
     # Few distinct lengths: an unpadded reference compiles once for each.
-    prompt = tuple(int(i) for i in rng.integers(0, vocab, rng.choice((2, 9))))
+    prompt = common + tuple(int(i) for i in rng.integers(0, vocab, rng.choice((2, 9))))
     members = []
     for i in range(size):
       cuts = np.sort(rng.integers(0, 5, 2 * rng.integers(0, max_turns)))
@@ -82,7 +98,8 @@ def random_batch(rng: np.random.Generator, *, groups: int = 3, size: int = 4, re
         context = pieces[2 * t - 1] if t else ()
         mask = tuple(bool(x) for x in rng.random(len(action)) < scored_rate)
         sampled = types.SampledTokens(action, (-1.0,) * len(action), 0, 0, types.FinishReason.STOP)
-        turns.append(types.Turn(t, context, sampled, mask))
+        scores = tuple(float(x) for x in rng.normal(-3.0, 1.0, len(action)).clip(max=0)) if teacher else None
+        turns.append(types.Turn(t, context, sampled, mask, teacher_log_probs=scores))
       members.append(types.Trajectory(0, g, i, f'task{g}', 0, prompt, tuple(turns), types.TerminalReason.DONE,
                                       float(rng.choice(rewards))))
     made.append(types.Group(g, f'task{g}', prompt, tuple(members)))

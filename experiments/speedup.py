@@ -39,7 +39,7 @@ def step(config, lane, state, policy, trajectories, scale: float):
   replayer = replay_lib.Replayer(events.put_nowait, scale, events.put_nowait)
   begin = time.time()
   replayer.submit_update(0, state.policy_version, trajectories)
-  result = update_lib.run_update(0, state.policy_version, state.params, replay_lib.plans(trajectories), events, lane, policy)
+  result = update_lib.run_update(0, state.policy_version, state.params, replay_lib.plans(trajectories), events, [lane], policy)
   barrier_s = time.time()
   direction = barrier.reduce_lanes(config.schedule.accumulator, result.sums, result.normaliser)
   rollout = result.rollout_end_s - begin
@@ -63,10 +63,10 @@ def measure(config, folder: pathlib.Path) -> dict[str, float]:
   prompts, longest = {len(t.prompt_ids) for t in flat}, max(len(t.completion_ids) for t in flat)
   # Sync does its cheapest pass, whatever granularity is configured.
   streamed = wiring.policy(config, student, longest)
-  policies = {'sync': dataclasses.replace(streamed, streaming=False, forward=False), 'thundersync': streamed}
+  policies = {'sync': dataclasses.replace(streamed, granularity='batch', forward=False), 'thundersync': streamed}
   lanes = {}
   for name, policy in policies.items():
-    trajectories = wiring.open_trajectories(config, student, longest) if policy.forward else None
+    trajectories = wiring.open_trajectories(config, student, longest) if policy.by_turns else None
     lanes[name] = wiring.learner_lane(config, student, trajectories)
     shapes = warmup.count(buckets, prompts, longest, policy.pack_rows)
     with progress_lib.Progress(shapes, f'compile {name}', 'shapes') as compiling:

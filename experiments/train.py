@@ -92,7 +92,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   from ts_jax.rollout import replay as replay_lib
   from ts_jax.streaming import barrier, host_memory, update as update_lib, warmup
   from ts_jax.streaming.buckets import Buckets
-  from ts_jax.telemetry import checkpoints as checkpoints_lib, metrics, progress as progress_lib, report, rundir
+  from ts_jax.telemetry import checkpoints as checkpoints_lib, interruption, metrics, progress as progress_lib, report, rundir
 
   # ---- What could be wrong is checked first -------------------------------------------------------------------------
   policy, optimizer = wiring.policy(config), wiring.optimizer(config)
@@ -160,14 +160,16 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   else:
     prompt_tokens = {len(p) for p in tasks.prompts.values()}
     longest = wiring.max_completion_tokens(config)
-  policy = wiring.policy(config, student, longest)
+  policy = wiring.with_memory(policy, config, student, longest)
   open_trajectories = wiring.open_trajectories(config, student, longest)
-  lane = wiring.learner_lane(config, student, open_trajectories)
+  shared = wiring.shared_prefix({t.prompt_ids for t in replayed} if replaying else tasks.prompts.values())
+  lane = wiring.learner_lane(config, student, open_trajectories, shared)
   shapes = warmup.count(buckets, prompt_tokens, longest, policy.pack_rows)
   with progress_lib.Progress(shapes, 'compile learner', 'shapes') as compiling:
     warmup.warm_up(wiring.functions(config, student), state.params, buckets, prompt_tokens=prompt_tokens, max_tokens=longest,
                    rows=policy.pack_rows, accumulator=config.schedule.accumulator,
-                   trajectories=open_trajectories, advance=compiling.advance)
+                   shared_tokens=len(shared), teacher=policy.objective.needs_teacher, trajectories=open_trajectories,
+                   advance=compiling.advance)
 
   if engines is not None:
     engines.wait_started()
@@ -225,38 +227,39 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
         events.put(types.RewardFixed(trajectory))
       agents.submit_update(update, state.policy_version, groups, skip={(t.group, t.index) for t in kept})
 
-    result = update_lib.run_update(update, state.policy_version, state.params, plans, events, lane, policy,
+    result = update_lib.run_update(update, state.policy_version, state.params, plans, events, [lane], policy,
                                    stall_timeout_s=config.rollout.stall_timeout_s, observe=observer)
 
-    progress.set(phase='optimizer')
-    barrier_s = time.time()
-    direction = barrier.reduce_lanes(config.schedule.accumulator, result.sums, result.normaliser)
-    result = dataclasses.replace(result, sums=())  # two copies of the parameters' size
-    saveable.clear()
-    state, norm = barrier.apply(optimizer, state, direction)
-    jax.block_until_ready(state.params)
-    saveable.append(state)
-    step_update = update + 1
-    publish_s = time.time()
-    observer(types.Span('optimizer', barrier_s, publish_s, update))
-    if engines is not None:
-      progress.set(phase='publish')
-      engines.publisher.publish(state.params, student.config, state.policy_version)
-    end_s = time.time()
-    observer(types.Span('publish', publish_s, end_s, update))
+    with interruption.delayed():  # a step that was taken is recorded
+      progress.set(phase='optimizer')
+      barrier_s = time.time()
+      direction = barrier.reduce_lanes(config.schedule.accumulator, result.sums, result.normaliser)
+      result = dataclasses.replace(result, sums=())  # two copies of the parameters' size
+      saveable.clear()
+      state, norm = barrier.apply(optimizer, state, direction)
+      jax.block_until_ready(state.params)
+      saveable.append(state)
+      step_update = update + 1
+      publish_s = time.time()
+      observer(types.Span('optimizer', barrier_s, publish_s, update))
+      if engines is not None:
+        progress.set(phase='publish')
+        engines.publisher.publish(state.params, student.config, state.policy_version)
+      end_s = time.time()
+      observer(types.Span('publish', publish_s, end_s, update))
 
-    busy_s = sum(s.end_s - s.start_s for s in result.spans)
-    gap = result.gap
-    summary = metrics.summarise(result.batch.trajectories, family_of)
-    rollout_end_s = max(result.rollout_end_s, begin_s + 1e-3)  # a resumed update may have nothing left to sample
-    rollout_s = rollout_end_s - begin_s
-    progress.finish_update(writer.write(metrics.UpdateRecord(
-        **summary, update=update, policy_version=result.batch.policy_version, time_s=end_s,
-        sampler_gap_mean=gap.total / gap.tokens if gap.tokens else None, sampler_gap_max=gap.largest if gap.tokens else None,
-        grad_norm=norm, learning_rate=optimizer.learning_rate, step_s=end_s - begin_s, rollout_s=rollout_s,
-        learner_busy_s=busy_s, learner_idle_s=max(0.0, end_s - begin_s - busy_s - (publish_s - barrier_s)),
-        tail_s=result.learner_end_s - rollout_end_s, optimizer_s=publish_s - barrier_s, publish_s=end_s - publish_s,
-        tokens_per_s=summary['generated_tokens'] / rollout_s, skipped_sources=result.skipped, wasted_sources=result.wasted)))
+      busy_s = sum(s.end_s - s.start_s for s in result.spans)
+      gap = result.gap
+      summary = metrics.summarise(result.batch.trajectories, family_of)
+      rollout_end_s = max(result.rollout_end_s, begin_s + 1e-3)  # a resumed update may have nothing left to sample
+      rollout_s = rollout_end_s - begin_s
+      progress.finish_update(writer.write(metrics.UpdateRecord(
+          **summary, update=update, policy_version=result.batch.policy_version, time_s=end_s,
+          sampler_gap_mean=gap.total / gap.tokens if gap.tokens else None, sampler_gap_max=gap.largest if gap.tokens else None,
+          grad_norm=norm, learning_rate=optimizer.learning_rate, step_s=end_s - begin_s, rollout_s=rollout_s,
+          learner_busy_s=busy_s, learner_idle_s=max(0.0, end_s - begin_s - busy_s - (publish_s - barrier_s)),
+          tail_s=result.learner_end_s - rollout_end_s, optimizer_s=publish_s - barrier_s, publish_s=end_s - publish_s,
+          tokens_per_s=summary['generated_tokens'] / rollout_s, skipped_sources=result.skipped, wasted_sources=result.wasted)))
     done = update + 1
     if config.evaluation.every and done % config.evaluation.every == 0 and done < config.updates:
       evaluate(done)

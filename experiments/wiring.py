@@ -20,9 +20,11 @@ from ts_jax.data import demonstrations, generator, splits, tasks as tasks_lib, v
 from ts_jax.kernels import fold
 from ts_jax.models import chat, source, staged, tokenizer as tokenizer_lib, weights
 from ts_jax.models.config import ModelConfig
-from ts_jax.objectives import policy_gradient
+from ts_jax.objectives import distillation, policy_gradient
+from ts_jax.objectives.objective import Objective
 from ts_jax.rollout import client as client_lib, process, publication
-from ts_jax.streaming import barrier, lane as lane_lib, open_trajectories as open_trajectories_lib, scheduler, sources
+from ts_jax.streaming import barrier, forward_trajectories, lane as lane_lib, open_trajectories as open_trajectories_lib, scheduler, sources
+from ts_jax.streaming import turn_trajectories
 from ts_jax.streaming.buckets import Buckets
 from ts_jax.telemetry import progress as progress_lib
 
@@ -233,61 +235,89 @@ def functions(config, student: Student) -> sources.SourceFunctions:
   return sources.SourceFunctions(student.config, config.agent.temperature, config.model.dtype, config.learner.remat_tokens)
 
 
-def objective(config) -> policy_gradient.Objective:
-  """From rewards to coefficients, by the objective's name; `aggregation` overrides the one that goes with the name."""
+def objective(config) -> Objective:
+  """From late scalars to coefficients, by the objective's name; `aggregation` overrides the one that goes with the name."""
   settings = config.objective
+  if settings.name == 'opd':
+    if settings.aggregation not in ('', 'token'):
+      raise types.ConfigError(f"objective 'opd' is a mean over all scored tokens: unset config.objective.aggregation={settings.aggregation!r}")
+    return distillation.Distillation()
   if settings.name not in policy_gradient.NAMES:
-    raise types.ConfigError(f'objective {settings.name!r} is unknown: use one of {tuple(policy_gradient.NAMES)}')
+    raise types.ConfigError(f'objective {settings.name!r} is unknown: use one of {(*policy_gradient.NAMES, "opd")}')
   estimator, aggregation = policy_gradient.NAMES[settings.name]
   if estimator == 'leave_one_out' and config.batch.group_size < 2:
     raise types.ConfigError(f'objective {settings.name!r} needs groups of at least two, config.batch.group_size is 1')
   try:
-    return policy_gradient.Objective(estimator, settings.aggregation or aggregation, settings.epsilon, config.agent.max_trajectory_tokens)
+    return policy_gradient.PolicyGradient(estimator, settings.aggregation or aggregation, settings.epsilon, config.agent.max_trajectory_tokens)
   except ValueError as e:
     raise types.ConfigError(f'config.objective: {e}') from None
 
 
 def open_trajectories(config, student: Student, max_tokens: int) -> open_trajectories_lib.OpenTrajectories | None:
-  """What a lane keeps of unfinished trajectories of up to `max_tokens` completion tokens; None but at granularity `forward`."""
-  if config.schedule.granularity != 'forward':
-    return None
-  return open_trajectories_lib.OpenTrajectories(functions(config, student), Buckets(tuple(config.learner.buckets)), max_tokens,
-                                                config.learner.keep)
+  """What works on turns of unfinished trajectories of up to `max_tokens` completion tokens; None where nothing does."""
+  settings = functions(config, student), Buckets(tuple(config.learner.buckets)), max_tokens, objective(config).needs_teacher
+  match policy(config).granularity:
+    case 'forward':
+      return forward_trajectories.ForwardTrajectories(*settings, config.learner.keep)
+    case 'turn':
+      return turn_trajectories.TurnTrajectories(*settings)
+  return None
 
 
-def learner_lane(config, student: Student, trajectories: open_trajectories_lib.OpenTrajectories | None = None) -> lane_lib.Lane:
-  """The learner lane."""
+def shared_prefix(prompts) -> tuple[int, ...]:
+  """What all prompts of a run begin with, if that is worth a segment of its own."""
+  return lane_lib.shared_prefix(list(prompts))
+
+
+def learner_lane(config, student: Student, trajectories: open_trajectories_lib.OpenTrajectories | None = None,
+                 shared: Sequence[int] = ()) -> lane_lib.Lane:
+  """The learner lane; `shared`: what all prompts begin with."""
   return lane_lib.Lane(0, functions(config, student), Buckets(tuple(config.learner.buckets)),
                        accumulator=config.schedule.accumulator, reward_centre=config.objective.reward_centre,
-                       objective=objective(config), trajectories=trajectories)
+                       objective=objective(config), trajectories=trajectories, shared_prefix=shared)
 
 
-def policy(config, student: Student | None = None, max_tokens: int = 0) -> scheduler.Policy:
-  """The schedule; with a student and the longest completion, how many trajectories the memory budget may keep open."""
-  if config.schedule.name not in ('sync', 'thundersync'):
-    raise types.ConfigError(f"schedule {config.schedule.name!r} is unknown: use 'sync' or 'thundersync'")
-  if config.schedule.accumulator not in fold.KINDS:
-    raise types.ConfigError(f"accumulator {config.schedule.accumulator!r} is unknown: use one of {fold.KINDS}")
-  if config.schedule.granularity not in ('trajectory', 'forward'):
-    raise types.ConfigError(f"granularity {config.schedule.granularity!r} is unknown: use 'trajectory' or 'forward'")
-  forward = config.schedule.granularity == 'forward'
-  if forward and config.schedule.name == 'sync':
-    raise types.ConfigError("granularity 'forward' streams, which schedule 'sync' does not: set schedule.granularity=trajectory")
+def policy(config) -> scheduler.Policy:
+  """The schedule; `with_memory` adds what the memory budget permits."""
+  settings = config.schedule
+  if settings.name not in ('sync', 'thundersync'):
+    raise types.ConfigError(f"schedule {settings.name!r} is unknown: use 'sync' or 'thundersync'")
+  if settings.accumulator not in fold.KINDS:
+    raise types.ConfigError(f'accumulator {settings.accumulator!r} is unknown: use one of {fold.KINDS}')
+  streaming = tuple(g for g in scheduler.GRANULARITIES if g != 'batch')
+  if settings.granularity not in streaming:
+    raise types.ConfigError(f'granularity {settings.granularity!r} is unknown: use one of {streaming}')
+  by_turns = settings.granularity in ('turn', 'forward')
+  if by_turns and settings.name == 'sync':
+    raise types.ConfigError(f"granularity {settings.granularity!r} streams, which schedule 'sync' does not: set "
+                            'schedule.granularity=trajectory')
   if config.learner.keep not in staged.KEEP:
     raise types.ConfigError(f'config.learner.keep={config.learner.keep!r} is unknown: use one of {staged.KEEP}')
-  kept_cap = 1
-  if forward and student is not None:
-    size = open_trajectories_lib.room(Buckets(tuple(config.learner.buckets)), max_tokens) * staged.token_bytes(
-        student.config, config.learner.keep, jnp.dtype(config.model.dtype).itemsize)
-    kept_cap = int(config.learner.kept_mb * 1e6 // size)
-    if not kept_cap:
-      raise types.ConfigError(f'config.learner.kept_mb={config.learner.kept_mb} is less than one trajectory of {max_tokens} tokens '
-                              f"keeps ({size / 1e6:.0f} MB): raise it, or set learner.keep='inputs'")
-  direct = config.schedule.accumulator == 'float32'
+  direct = settings.accumulator == 'float32'
   return scheduler.Policy(
-      streaming=config.schedule.name == 'thundersync', direct=direct, admission_cap=config.schedule.admission_cap,
-      pack_rows=tuple(config.schedule.pack_rows) if direct and not forward else (1,), objective=objective(config),
-      forward=forward, kept_cap=kept_cap)
+      granularity='batch' if settings.name == 'sync' else settings.granularity, direct=direct, admission_cap=settings.admission_cap,
+      pack_rows=tuple(settings.pack_rows) if direct and not by_turns else (1,), objective=objective(config))
+
+
+def with_memory(policy: scheduler.Policy, config, student: Student, max_tokens: int) -> scheduler.Policy:
+  """The schedule with as many open trajectories of `max_tokens` completion tokens as `learner.kept_mb` has room for.
+
+  Raises:
+    ConfigError: not even one.
+  """
+  if not policy.by_turns:
+    return policy
+  if policy.granularity == 'turn':
+    size, remedy = turn_trajectories.held_bytes(student.config), 'or use schedule.granularity=forward'
+  else:
+    tokens = forward_trajectories.room(Buckets(tuple(config.learner.buckets)), max_tokens)
+    size = tokens * staged.token_bytes(student.config, config.learner.keep, jnp.dtype(config.model.dtype).itemsize)
+    remedy = "or set learner.keep='inputs'"
+  cap = int(config.learner.kept_mb * 1e6 // size)
+  if not cap:
+    raise types.ConfigError(f'config.learner.kept_mb={config.learner.kept_mb} is less than one trajectory of {max_tokens} tokens '
+                            f'holds ({size / 1e6:.0f} MB): raise it, {remedy}')
+  return dataclasses.replace(policy, kept_cap=cap)
 
 
 def optimizer(config) -> barrier.OptimizerConfig:

@@ -16,7 +16,7 @@ ADVANTAGES = {
 
 @given(REWARDS, st.sampled_from(policy_gradient.ESTIMATORS))
 def test_reduction_of_centred_statistics_equals_the_advantages(rewards, estimator):
-  objective = policy_gradient.Objective(estimator)
+  objective = policy_gradient.PolicyGradient(estimator)
   coefficients = objective.source_coefficients(rewards)
   if policy_gradient.is_uniform(rewards):
     assert not coefficients.any()
@@ -32,7 +32,7 @@ def test_reduction_of_centred_statistics_equals_the_advantages(rewards, estimato
 def test_equal_rewards_are_uniform_whatever_their_rounding(estimator):
   assert np.std([0.7] * 6) > 0  # the trap: a computed deviation is not zero
   assert policy_gradient.group_moments([0.7] * 6) == (0.7, 0.0)
-  objective = policy_gradient.Objective(estimator)
+  objective = policy_gradient.PolicyGradient(estimator)
   assert not objective.advantages([0.7] * 8).any() and not objective.advantages([1.5]).any()
   with pytest.raises(ValueError, match='uniform'):
     objective.group_reduction([0.7] * 8, centre=0.75)
@@ -49,11 +49,11 @@ def test_a_reward_of_zero_is_a_reward():
 
 
 def test_token_weights_by_aggregation():
-  weight = lambda aggregation, **more: policy_gradient.Objective(aggregation=aggregation, **more).token_weight(32, 8, 10)
+  weight = lambda aggregation, **more: policy_gradient.PolicyGradient(aggregation=aggregation, **more).token_weight(32, 8, 10)
   assert weight('sequence') == 1 / 320 and weight('trajectory') == 1 / 32 and weight('token') == 8
   assert weight('constant', constant=100) == 1 / 3200
-  assert policy_gradient.Objective().token_weight(32, 8, 0) == 0.0
-  assert policy_gradient.Objective(aggregation='token').normaliser(50) == 0.02 and policy_gradient.Objective().normaliser(50) == 1
+  assert policy_gradient.PolicyGradient().token_weight(32, 8, 0) == 0.0
+  assert policy_gradient.PolicyGradient(aggregation='token').normaliser(50) == 0.02 and policy_gradient.PolicyGradient().normaliser(50) == 1
 
 
 @pytest.mark.parametrize('wrong, message', [(dict(estimator='median'), "estimator 'median' is unknown"),
@@ -61,4 +61,4 @@ def test_token_weights_by_aggregation():
                                             (dict(epsilon=-1.0), 'must not be negative'), (dict(constant=0), 'at least 1')])
 def test_unknown_choices_are_refused(wrong, message):
   with pytest.raises(ValueError, match=message):
-    policy_gradient.Objective(**wrong)
+    policy_gradient.PolicyGradient(**wrong)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ts_jax.objectives import policy_gradient
+from ts_jax.objectives import distillation, policy_gradient
 from ts_jax.streaming import scheduler as s
 
 
@@ -16,7 +16,7 @@ def simulate(policy, sizes, seed, rewards=(0.0, 0.5, 1.5), lanes=1):
   done, peak = [], 0
   reward = {(g, i): float(rng.choice(rewards)) for g, m in enumerate(sizes) for i in range(m)}
   scored = {at: int(rng.integers(0, 4)) for at in reward}
-  turns = {at: int(rng.integers(0, 4)) if policy.forward else 0 for at in reward}
+  turns = {at: int(rng.integers(0, 4)) if policy.by_turns else 0 for at in reward}
   pending, arrived = [('turn', at) if turns[at] else ('content', at) for at in reward], {}
   while pending or running:
     if state.closed:
@@ -30,9 +30,9 @@ def simulate(policy, sizes, seed, rewards=(0.0, 0.5, 1.5), lanes=1):
         turns[at] -= 1
         pending.append(('turn', at) if turns[at] else ('content', at))
         arrived[at] = arrived.get(at, 0) + 1
-        event = s.TurnReady(*at, turns=arrived[at])
+        event = s.TurnReady(*at, steps=arrived[at])
       elif what == 'content':
-        pending.append(('reward', at))
+        pending += [('reward', at)] if policy.objective.needs_rewards else []
         event = s.ContentReady(*at, scored=scored[at], cost=int(rng.choice([64, 128])))
       else:
         event = s.RewardReady(*at, reward=reward[at])
@@ -43,23 +43,24 @@ def simulate(policy, sizes, seed, rewards=(0.0, 0.5, 1.5), lanes=1):
     state, more = s.advance(state, event)
     running += more
     for lane in range(lanes):
-      kept = sum(x.forwarded > 0 and x.status in (s.Status.RUNNING, s.Status.READY) for g in state.groups if g.lane == lane for x in g.sources)
+      kept = sum(x.worked > 0 and x.status in (s.Status.RUNNING, s.Status.READY) for g in state.groups if g.lane == lane for x in g.sources)
       assert kept <= policy.kept_cap
       peak = max(peak, sum(g.statistics for g in state.groups if g.lane == lane))
   return state, done, peak, reward, scored
 
 
 POLICIES = st.builds(
-    lambda streaming, direct, cap, rows, forward: s.Policy(
-        streaming or forward, direct, cap, rows if direct and not forward else (1,), forward=forward, kept_cap=cap),
-    st.booleans(), st.booleans(), st.integers(1, 3), st.sampled_from([(1,), (2, 1), (4, 2, 1)]), st.booleans())
+    lambda granularity, direct, cap, rows, objective: s.Policy(
+        granularity, direct, cap, rows if direct and granularity not in ('turn', 'forward') else (1,), objective=objective, kept_cap=cap),
+    st.sampled_from(s.GRANULARITIES), st.booleans(), st.integers(1, 3), st.sampled_from([(1,), (2, 1), (4, 2, 1)]),
+    st.sampled_from([policy_gradient.PolicyGradient(), distillation.Distillation()]))
 
 
 @settings(max_examples=300, deadline=None)
 @given(policy=POLICIES, sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), seed=st.integers(0, 10**9), lanes=st.integers(1, 3))
 def test_every_order_closes_and_accounts_for_every_source(policy, sizes, seed, lanes):
   state, done, peak, reward, scored = simulate(policy, sizes, seed, lanes=lanes)
-  assert state.closed and all(g.final for g in state.groups)
+  assert state.closed and all(g.final(policy.objective) for g in state.groups)
   assert peak <= policy.admission_cap
   computed = [(w.group, i) for w in done if isinstance(w, s.SourceWork) for i in w.indices]
   assert len(computed) == len(set(computed))
@@ -67,7 +68,7 @@ def test_every_order_closes_and_accounts_for_every_source(policy, sizes, seed, l
   assert len(closed) == len(set(closed))
   for g, size in enumerate(sizes):
     rewards = [reward[g, i] for i in range(size)]
-    coefficients = policy_gradient.Objective().source_coefficients(rewards)
+    coefficients = policy.objective.source_coefficients(rewards)
     for i in range(size):
       if not scored[g, i]:
         assert (g, i) not in computed
@@ -83,7 +84,7 @@ def test_every_order_closes_and_accounts_for_every_source(policy, sizes, seed, l
 @settings(max_examples=100, deadline=None)
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), seed=st.integers(0, 10**9))
 def test_sync_computes_nothing_before_the_last_reward_and_never_in_vain(sizes, seed):
-  policy = s.Policy(streaming=False)
+  policy = s.Policy(granularity='batch')
   state, assigned = s.start(policy, sizes)
   assert not assigned
   state, done, *_ = simulate(policy, sizes, seed)
@@ -157,7 +158,7 @@ def test_impossible_events_are_errors(events, message):
 
 
 def test_nothing_may_follow_the_close():
-  state = begin(s.Policy(streaming=False), size=1, groups=1)
+  state = begin(s.Policy(granularity='batch'), size=1, groups=1)
   state, issued = feed(state, s.ContentReady(0, 0, 1, 64), s.RewardReady(0, 0, 1.0))  # a group of one is uniform
   assert state.closed and not issued and state.skipped == 1
   with pytest.raises(s.SchedulerError, match='after the batch was closed'):
@@ -165,39 +166,55 @@ def test_nothing_may_follow_the_close():
 
 
 def test_packs_stay_within_the_permitted_padding():
-  policy = s.Policy(streaming=False, pack_rows=(2, 1), pack_waste=1.2)
+  policy = s.Policy(granularity='batch', pack_rows=(2, 1), pack_waste=1.2)
   state, _ = s.start(policy, [3])
   state, issued = feed(state, *(s.ContentReady(0, i, 1, c) for i, c in enumerate((64, 512, 64))),
                        *(s.RewardReady(0, i, r) for i, r in enumerate((0.0, 1.0, 1.0))))
   assert issued[0].work.indices == (0, 2)
 
 
-@pytest.mark.parametrize('settings_', [dict(admission_cap=0), dict(direct=False, pack_rows=(2, 1)), dict(pack_rows=(2,))])
+@pytest.mark.parametrize('settings_', [dict(admission_cap=0), dict(direct=False, pack_rows=(2, 1)), dict(pack_rows=(2,)), dict(granularity='token')])
 def test_contradictory_policies_are_refused(settings_):
   with pytest.raises(ValueError):
     s.Policy(**settings_)
 
 
 def test_turns_run_forward_when_nothing_better_is_ready_the_longest_waiting_first():
-  policy = s.Policy(forward=True, kept_cap=1)
+  policy = s.Policy(granularity='forward', kept_cap=1)
   state, assigned = s.start(policy, [3])
   assert assigned == [s.Assignment(0, s.PromptForward(0))]
   for index, turns in ((0, 1), (1, 1), (1, 2)):
     state, more = s.advance(state, s.TurnReady(0, index, turns))
     assert not more  # the lane is busy
   state, (turn,) = s.advance(state, s.WorkDone(0, assigned[0].work))
-  assert turn.work == s.TurnForward(0, 1, 2)
+  assert turn.work == s.TurnWork(0, 1, 2)
   state, more = s.advance(state, s.WorkDone(0, turn.work))
   assert not more  # trajectory 0 would need a second place among kept ones
   state, (source,) = s.advance(state, s.ContentReady(0, 1, scored=3, cost=64))
   assert isinstance(source.work, s.SourceWork) and source.work.indices == (1,)
   state, (turn,) = s.advance(state, s.WorkDone(0, source.work))
-  assert turn.work == s.TurnForward(0, 0, 1)
+  assert turn.work == s.TurnWork(0, 0, 1)
   with pytest.raises(s.SchedulerError, match='fixed before'):
     s.advance(state, s.TurnReady(0, 1, 3))
 
 
-def test_forward_needs_streaming_and_single_rows():
-  for wrong in (dict(streaming=False), dict(pack_rows=(2, 1))):
-    with pytest.raises(ValueError, match='granularity forward needs'):
-      s.Policy(forward=True, **wrong)
+@pytest.mark.parametrize('granularity', ['turn', 'forward'])
+def test_granularities_by_turns_need_single_rows(granularity):
+  with pytest.raises(ValueError, match=f"granularity '{granularity}' needs"):
+    s.Policy(granularity=granularity, pack_rows=(2, 1))
+
+
+def test_a_group_is_released_when_its_last_reward_is_known():
+  state = begin(s.Policy(granularity='group'))
+  state, issued = feed(state, s.ContentReady(0, 0, 3, 64), s.ContentReady(0, 1, 3, 64), s.RewardReady(0, 0, 1.0))
+  assert not issued
+  state, issued = feed(state, s.RewardReady(0, 1, 0.0))
+  assert issued[0].work.service is s.Service.FINAL and not state.groups[0].statistics
+
+
+def test_distillation_needs_no_reward():
+  state = begin(s.Policy(direct=False, objective=distillation.Distillation()), groups=1)
+  state, issued = feed(state, s.ContentReady(0, 0, 3, 64))
+  assert issued[0].work == s.SourceWork(0, (0,), s.Service.FINAL, coefficients=(1.0,))
+  state, issued = feed(state, s.WorkDone(0, issued[0].work), s.ContentReady(0, 1, 0, 64))
+  assert issued[0].work == s.CloseGroup(0, (None, None))

@@ -38,7 +38,7 @@ def streamed(params, t: types.Trajectory, weights, *, keep='all', dtype='float64
   prompt_ids = np.asarray(t.prompt_ids[:-1], np.int32)
   prompt_tokens = np.zeros((1, 12), np.int32)
   prompt_tokens[0, :len(prompt_ids)] = prompt_ids
-  prompt = functions.prompt_forward(params, prompt_tokens, np.int32(len(prompt_ids)))
+  prompt = functions.segment_forward(params, functions.root(), prompt_tokens, np.int32(len(prompt_ids)), prompt_tokens.shape[1])
   kept, before, scored = staged.begin(functions, prompt, 48, keep), t.prompt_ids[-1], 0
   inputs, done, cotangent, gradients = np.zeros((1, 48), np.int32), 0, 0.0, []
 
@@ -71,7 +71,7 @@ def streamed(params, t: types.Trajectory, weights, *, keep='all', dtype='float64
     result = head(0, waiting_positions, waiting_targets)
     gradients, cotangent = [result.gradient], result.cotangent
   layers, adjoint = staged.complete(functions, params, kept, inputs, prompt, cotangent)
-  below = functions.prompt_gradient(params, prompt_tokens, np.int32(len(prompt_ids)), adjoint)
+  below = functions.segment_gradient(params, functions.root(), prompt_tokens, adjoint)[0]
   total = jax.tree.map(lambda x: np.asarray(x, np.float64), below)
   for part in (layers, *gradients):
     for name, leaves in part.items():

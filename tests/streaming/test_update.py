@@ -26,7 +26,7 @@ def params64():
 @given(seed=st.integers(0, 10**6), name=st.sampled_from(['sync', 'thundersync']), size=st.integers(1, 5), cap=st.integers(1, 3))
 def test_any_batch_in_any_order_gives_the_full_sequence_gradient(params64, seed, name, size, cap):
   batch = offline.random_batch(np.random.default_rng(seed), size=size)
-  policy = scheduler.Policy(streaming=name == 'thundersync', admission_cap=cap, pack_rows=(2, 1))
+  policy = scheduler.Policy(granularity='trajectory' if name == 'thundersync' else 'batch', admission_cap=cap, pack_rows=(2, 1))
   with jax.enable_x64(True):
     expected = reference.grpo_direction(cases.TINY, params64, batch)
     direction, _ = cases.direction(batch, params64, policy, dtype='float64', order_seed=seed)
@@ -40,7 +40,7 @@ def test_any_batch_in_any_order_gives_the_full_sequence_gradient(params64, seed,
 @given(seed=st.integers(0, 10**6), keep=st.sampled_from(['inputs', 'all']), cap=st.integers(1, 6), exact=st.booleans())
 def test_forward_on_arrival_gives_the_full_sequence_gradient(params64, seed, keep, cap, exact):
   batch = offline.random_batch(np.random.default_rng(seed))
-  policy = scheduler.Policy(forward=True, direct=not exact, admission_cap=2, kept_cap=cap)
+  policy = scheduler.Policy(granularity='forward', direct=not exact, admission_cap=2, kept_cap=cap)
   with jax.enable_x64(True):
     expected = reference.grpo_direction(cases.TINY, params64, batch)
     direction, result = cases.direction(batch, params64, policy, dtype='float64', order_seed=seed, keep=keep,
@@ -69,9 +69,9 @@ def test_an_attempt_made_again_starts_over(params64):
   rest = offline.shuffled_arrival(batch, np.random.default_rng(0))
   events = [types.TurnFixed(0, 0, 1, failed(t)) for t in second.turns] + rest
   with jax.enable_x64(True):
-    lane = cases.make_lane(dtype='float64', keep='all')
+    lane = cases.make_lane(dtype='float64', policy=cases.FORWARD)
     stream = offline.RandomlyLate(events, np.random.default_rng(1))
-    result = update.run_update(0, 0, params64, offline.plans(batch), stream, lane, cases.FORWARD)
+    result = update.run_update(0, 0, params64, offline.plans(batch), stream, [lane], cases.FORWARD)
     direction = barrier.reduce_lanes('float32', result.sums)
     assert offline.relative_error(direction, reference.grpo_direction(cases.TINY, params64, batch)) <= 1e-10
 
@@ -81,7 +81,7 @@ def test_a_trajectory_longer_than_announced_is_refused_at_granularity_forward():
   longer = tuple(types.Trajectory.from_json({**t.to_json(), 'turns': [*(u.to_json() for u in t.turns), {
       **t.turns[0].to_json(), 'index': len(t.turns), 'context_ids': [1] * 20}]}) for t in batch.trajectories)
   batch = types.LogicalBatch(0, 0, (types.Group(0, 'task0', longer[0].prompt_ids, longer),))
-  with pytest.raises(types.TsJaxError, match='kept values have room for 24'):
+  with pytest.raises(types.TsJaxError, match='room was made for 24'):
     cases.direction(batch, cases.tiny_params('float32'), cases.FORWARD, buckets=Buckets((24, 48)))
 
 
@@ -133,7 +133,7 @@ def test_the_configured_epsilon_is_used_with_and_without_statistics(params64):
   with jax.enable_x64(True):
     expected = reference.grpo_direction(cases.TINY, params64, batch, epsilon=0.5)
     for streaming in (False, True):
-      policy = scheduler.Policy(streaming=streaming, pack_rows=(2, 1), objective=policy_gradient.Objective(epsilon=0.5))
+      policy = scheduler.Policy(granularity='trajectory' if streaming else 'batch', pack_rows=(2, 1), objective=policy_gradient.PolicyGradient(epsilon=0.5))
       direction, _ = cases.direction(batch, params64, policy, dtype='float64')
       assert offline.relative_error(direction, expected) <= 1e-10
 
@@ -147,8 +147,8 @@ def test_other_affine_objectives_are_exact_too(params64, seed, estimator, stream
   groups, size, tokens = len(batch.groups), 4, sum(t.scored_tokens for t in batch.trajectories)
   weights = {'sequence': lambda t: 1 / (groups * t.scored_tokens), 'trajectory': lambda t: 1 / groups,
              'constant': lambda t: 1 / (groups * 40), 'token': lambda t: size / tokens}
-  policy = scheduler.Policy(streaming=streaming, admission_cap=2, pack_rows=(2, 1),
-                            objective=policy_gradient.Objective(estimator, aggregation, constant=40))
+  policy = scheduler.Policy(granularity='trajectory' if streaming else 'batch', admission_cap=2, pack_rows=(2, 1),
+                            objective=policy_gradient.PolicyGradient(estimator, aggregation, constant=40))
   with jax.enable_x64(True):
     expected = reference.direction(cases.TINY, params64, batch, advantages, weights[aggregation])
     direction, _ = cases.direction(batch, params64, policy, dtype='float64', order_seed=seed)
@@ -193,4 +193,4 @@ def test_silence_from_the_rollout_side_ends_with_a_message():
   lane = cases.make_lane()
   events = offline.RandomlyLate(offline.shuffled_arrival(batch, np.random.default_rng(0))[:-1], np.random.default_rng(0))
   with pytest.raises(types.TsJaxError, match='nothing arrived.*1 trajectories have not finished'):
-    update.run_update(0, 0, cases.tiny_params('float32'), offline.plans(batch), events, lane, cases.STREAM, stall_timeout_s=0.1)
+    update.run_update(0, 0, cases.tiny_params('float32'), offline.plans(batch), events, [lane], cases.STREAM, stall_timeout_s=0.1)

@@ -4,7 +4,7 @@ import numpy as np
 
 from experiments import offline
 from tests.streaming import cases
-from ts_jax.streaming import buckets as buckets_lib, lane as lane_lib, open_trajectories, scheduler, sources, staged, warmup
+from ts_jax.streaming import buckets as buckets_lib, forward_trajectories, lane as lane_lib, scheduler, sources, staged, warmup
 
 
 def test_no_compilation_after_warm_up():
@@ -18,7 +18,7 @@ def test_no_compilation_after_warm_up():
                  max_tokens=max(len(t.completion_ids) for t in batch.trajectories), rows=policy.pack_rows, accumulator='float32',
                  advance=steps.append)
   assert sum(steps) == warmup.count(buckets, [len(g.prompt_ids) for g in batch.groups], 20, policy.pack_rows)
-  jitted = (sources._source_gradient, sources._prompt_forward, sources._prompt_gradient)
+  jitted = (sources._source_gradient, sources._segment_forward, sources._segment_gradient)
   before = [f._cache_size() for f in jitted]
   for order in range(3):
     cases.direction(batch, params, policy, order_seed=order, buckets=buckets)
@@ -32,13 +32,13 @@ def test_shapes_cover_half_and_whole_scored_positions():
 def test_no_compilation_after_warm_up_when_turns_run_forward():
   buckets, longest = buckets_lib.Buckets((12, 24)), 20
   functions, params = sources.SourceFunctions(cases.TINY), cases.tiny_params('float32')
-  trajectories = open_trajectories.OpenTrajectories(functions, buckets, longest, 'all')
+  trajectories = forward_trajectories.ForwardTrajectories(functions, buckets, longest)
   batch = offline.random_batch(np.random.default_rng(0), groups=2)
   warmup.warm_up(functions, params, buckets, prompt_tokens=[len(g.prompt_ids) for g in batch.groups], max_tokens=longest, rows=(1,),
                  accumulator='float32', trajectories=trajectories)
-  jitted = (staged.begin, staged.turn_forward, staged.source_gradient, sources._prompt_forward, sources._prompt_gradient)
+  jitted = (staged.begin, staged.turn_forward, staged.source_gradient, sources._segment_forward, sources._segment_gradient)
   before = [f._cache_size() for f in jitted]
   learner = lane_lib.Lane(0, functions, buckets, accumulator='float32', reward_centre=0.75, trajectories=trajectories)
   for order in range(3):
-    offline.batch_direction(batch, params, learner, cases.FORWARD, 'float32', order)
+    offline.batch_direction(batch, params, [learner], cases.FORWARD, 'float32', order)
   assert [f._cache_size() for f in jitted] == before

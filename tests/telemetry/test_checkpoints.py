@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from ts_jax.telemetry import checkpoints
+from ts_jax.telemetry import checkpoints, interruption
 
 
 class State(NamedTuple):
@@ -27,6 +27,15 @@ def test_the_newest_checkpoint_comes_back(tmp_path):
   kept.close()
   assert step == 2 and restored.version == 4
   np.testing.assert_array_equal(restored.params['w'], np.full(3, 2.0, np.float32))
+
+
+def test_a_second_interruption_does_not_wait():
+  with pytest.raises(KeyboardInterrupt):
+    with interruption.delayed():
+      with interruption.delayed():
+        signal.raise_signal(signal.SIGINT)
+      signal.raise_signal(signal.SIGINT)
+      pytest.fail('the second signal was delayed')
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])

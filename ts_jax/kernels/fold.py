@@ -159,9 +159,15 @@ def value_reduced(kind: str, pair: tuple[Sum, Sum], shift: float, scale: float, 
 
 
 def add(kind: str, total: Sum, other: Sum) -> Sum:
-  """Sum of two sums (lanes meeting at the barrier); consumes `total`."""
+  """Sum of two sums (lanes meeting at the barrier), where `total` is; consumes `total`."""
   with _precision(kind):
-    return _add(kind, total, other)
+    return _add(kind, total, jax.device_put(other, total.bound.sharding))
+
+
+def place(kind: str, total: Sum, like: Array) -> Sum:
+  """The sum, where `like` is."""
+  with _precision(kind):
+    return jax.device_put(total, like.sharding)
 
 
 def value(kind: str, total: Sum, dtype=jnp.float32) -> Tree:

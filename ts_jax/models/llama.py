@@ -196,11 +196,11 @@ def extend(boundary: Boundary, own: tuple[Array, Array], length: Array, capacity
     boundary: the parent's state.
     own: (keys, values), each [layers, 1, T, kv_heads, head_dim].
     length: scalar, real tokens among the T.
-    capacity: positions of the result; at least P + T.
+    capacity: positions of the result; at least the parent's length and `length` together.
   """
   def append(past, new):
-    padded = jnp.pad(past, ((0, 0), (0, capacity - past.shape[1]), (0, 0), (0, 0)))
-    return jax.lax.dynamic_update_slice_in_dim(padded, new[:, 0].astype(past.dtype), boundary.length, axis=1)
+    padded = jnp.pad(past, ((0, 0), (0, capacity + new.shape[2]), (0, 0), (0, 0)))  # where a write may start, it may end
+    return jax.lax.dynamic_update_slice_in_dim(padded, new[:, 0].astype(past.dtype), boundary.length, axis=1)[:, :capacity]
 
   return Boundary(append(boundary.keys, own[0]), append(boundary.values, own[1]), boundary.length + length)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Sequence
+from typing import ClassVar, Sequence
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class GroupReduction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
+class PolicyGradient:
   """An estimator and an aggregation.
 
   Attributes:
@@ -61,6 +61,8 @@ class Objective:
   aggregation: str = 'sequence'
   epsilon: float = EPSILON
   constant: int = 1
+  needs_rewards: ClassVar[bool] = True
+  needs_teacher: ClassVar[bool] = False
 
   def __post_init__(self):
     if self.estimator not in ESTIMATORS:
@@ -85,6 +87,10 @@ class Objective:
   def source_coefficients(self, rewards: Sequence[float]) -> np.ndarray:
     """Coefficient of each H_i in g_G [m]: advantage over group size (Equation 6)."""
     return self.advantages(rewards) / len(rewards)
+
+  def is_zero(self, rewards: Sequence[float]) -> bool:
+    """The group's direction is exactly zero."""
+    return is_uniform(rewards)
 
   def group_reduction(self, rewards: Sequence[float], centre: float) -> GroupReduction:
     """Scalars that turn centred statistics into g_G (Equation 7).

@@ -14,6 +14,7 @@ from ts_jax import types
 from ts_jax.kernels import fold
 from ts_jax.models import llama
 from ts_jax.objectives import policy_gradient
+from ts_jax.objectives.objective import Objective
 from ts_jax.streaming import scheduler, sources as sources_lib
 from ts_jax.streaming.buckets import Buckets
 from ts_jax.streaming.open_trajectories import OpenTrajectories
@@ -46,11 +47,15 @@ class Lane:
 
   A lane owns its groups' boundary states and statistics; nothing is shared between lanes until the barrier adds their
   batch sums.  Work on one lane is strictly sequential.
+
+  Its prefix tree: what all prompts of the run begin with, the rest of each group's prompt, trajectories, and at granularity
+  `turn` their turns.  A segment's backward pass runs once, after its last child; that of the shared prefix at the barrier,
+  for all lanes together.
   """
 
   def __init__(self, index: int, functions: sources_lib.SourceFunctions, buckets: Buckets, *, accumulator: str,
-               reward_centre: float, objective: policy_gradient.Objective = policy_gradient.Objective(),
-               trajectories: OpenTrajectories | None = None):
+               reward_centre: float, objective: Objective = policy_gradient.PolicyGradient(),
+               trajectories: OpenTrajectories | None = None, shared_prefix: Sequence[int] = (), device: jax.Device | None = None):
     """Makes an idle lane.
 
     Args:
@@ -60,7 +65,10 @@ class Lane:
       accumulator: 'float32' or 'exact'.
       reward_centre: c, subtracted from rewards before they weight a gradient; the middle of the reward range.
       objective: from rewards and lengths to weights.
-      trajectories: at granularity `forward`, the trajectories whose turns run forward as they arrive.
+      trajectories: at granularities `turn` and `forward`, what works on turns as they arrive.
+      shared_prefix: ids that prompts of an update begin with, processed once for all of them; a prompt that does not begin with
+        it stands alone.  See `shared_prefix`.
+      device: where to compute; None: where the parameters are.
     """
     self.index = index
     self._functions = functions
@@ -69,6 +77,8 @@ class Lane:
     self._centre = reward_centre
     self._objective = objective
     self._trajectories = trajectories
+    self._shared = tuple(shared_prefix)
+    self._device = device
     self.update = -1
     self.gap = SamplerGap()
 
@@ -78,31 +88,43 @@ class Lane:
       if len(plan.prompt_ids) < 2:
         raise types.ConfigError(f'task {plan.task_id}: a prompt needs at least two tokens, got {len(plan.prompt_ids)}')
     self.update = update
-    self._params = params
+    self._params = params if self._device is None else jax.device_put(params, self._device)
     self._plans = {p.index: p for p in plans}
     self._version = policy_version
     self._groups: dict[int, _Group] = {}
     self._data: dict[tuple[int, int], sources_lib.SourceData] = {}
     self._batch: fold.Sum | None = None
+    self._root: llama.Boundary | None = None
+    self._root_adjoint: fold.Sum | None = None
     if self._trajectories is not None:
       self._trajectories.clear()
     self.gap = SamplerGap()
 
-  def register_turn(self, group: int, index: int, turn: types.Turn) -> None:
-    """Hands over one more turn of a running trajectory (granularity `forward`)."""
-    self._trajectories.register((group, index), turn)
+  def fix_turn(self, group: int, index: int, turn: types.Turn) -> int:
+    """Hands over one more turn of a running trajectory; returns the steps that can be worked on."""
+    self._trajectories.fix((group, index), turn)
+    return self._trajectories.steps((group, index))
 
-  def register(self, group: int, index: int, data: sources_lib.SourceData) -> None:
-    """Hands over a finished trajectory's tokens.
+  def score_turn(self, group: int, index: int, turn: int, log_probs: Sequence[float]) -> int:
+    """Hands over the teacher's scores of a turn; returns the steps that can be worked on."""
+    self._trajectories.score((group, index), turn, log_probs)
+    return self._trajectories.steps((group, index))
+
+  def register(self, trajectory: types.Trajectory) -> sources_lib.SourceData:
+    """Hands over a finished trajectory.
 
     Raises:
       PolicyVersionError: it was sampled from another policy version than this update's.
     """
-    if data.policy_version != self._version:
+    if trajectory.policy_version != self._version:
       raise types.PolicyVersionError(
-          f'trajectory {index} of group {group} was sampled at policy version {data.policy_version}, the update runs at '
-          f'{self._version}')
-    self._data[group, index] = data
+          f'trajectory {trajectory.index} of group {trajectory.group} was sampled at policy version {trajectory.policy_version}, '
+          f'the update runs at {self._version}')
+    at = (trajectory.group, trajectory.index)
+    self._data[at] = sources_lib.SourceData.of(trajectory)
+    if self._trajectories is not None:
+      self._trajectories.complete(at, trajectory.turns)
+    return self._data[at]
 
   def cost(self, data: sources_lib.SourceData) -> int:
     """Padded tokens of a source."""
@@ -114,7 +136,7 @@ class Lane:
     match work:
       case scheduler.PromptForward():
         self._prompt(work.group, spans)
-      case scheduler.TurnForward():
+      case scheduler.TurnWork():
         self._turns(work, spans)
       case scheduler.SourceWork():
         self._source(work, spans)
@@ -123,6 +145,24 @@ class Lane:
           self._fold_statistics(work.group, self._groups[work.group].held.pop(work.index), work.reward)
       case scheduler.CloseGroup():
         self._close(work, spans)
+    return spans
+
+  def finish_shared_prefix(self, others: Sequence['Lane']) -> list[types.Span]:
+    """Runs the shared prefix backward for this lane and `others`, once every group is closed."""
+    adjoints = [lane._root_adjoint for lane in (self, *others) if lane._root_adjoint is not None]
+    spans: list[types.Span] = []
+    if not adjoints:
+      return spans
+    total = fold.place(self._kind, adjoints[0], jax.tree.leaves(self._params)[0])
+    for adjoint in adjoints[1:]:
+      total = fold.add(self._kind, total, adjoint)
+    fold.check(self._kind, total, 'adjoint of the shared prefix')
+    tokens, length = self._padded(self._shared)
+    dtype = jnp.dtype(self._functions.dtype)
+    with _Timed(self, spans, 'prompt', -1, tokens=int(length)):
+      value = fold.value(self._kind, total, jnp.promote_types(dtype, jnp.float32))
+      gradient, _ = self._functions.segment_gradient(self._params, self._functions.root(), tokens, value)
+      self._fold_batch(gradient)
     return spans
 
   def finish(self) -> fold.Sum:
@@ -134,45 +174,62 @@ class Lane:
     if self._groups:
       raise RuntimeError(f'lane {self.index}: groups {sorted(self._groups)} are still open at the barrier')
     batch = self._batch if self._batch is not None else fold.zeros(self._kind, self._params)
-    self._params, self._batch = None, None
+    self._params, self._batch, self._root, self._root_adjoint = None, None, None, None
     fold.check(self._kind, batch, f'lane {self.index}')
     return batch
 
-  def _prompt_tokens(self, group: int) -> tuple[np.ndarray, np.int32]:
-    ids = self._plans[group].prompt_ids[:-1]
+  def _padded(self, ids: Sequence[int]) -> tuple[np.ndarray, np.int32]:
     tokens = np.zeros((1, self._buckets.pad(len(ids))), np.int32)
     tokens[0, :len(ids)] = ids
     return tokens, np.int32(len(ids))
 
+  def _shares(self, group: int) -> bool:
+    """The group's prompt begins with the shared prefix and has more."""
+    prompt = self._plans[group].prompt_ids[:-1]
+    return bool(self._shared) and len(prompt) > len(self._shared) and prompt[:len(self._shared)] == self._shared
+
+  def _parent(self, group: int, spans: list[types.Span]) -> tuple[llama.Boundary, np.ndarray, np.int32]:
+    """(boundary state a group's prompt stands behind, the prompt's own padded tokens, how many)."""
+    prompt = self._plans[group].prompt_ids[:-1]
+    if not self._shares(group):
+      return self._functions.root(), *self._padded(prompt)
+    if self._root is None:
+      tokens, length = self._padded(self._shared)
+      with _Timed(self, spans, 'prompt', -1, tokens=int(length)):
+        self._root = jax.block_until_ready(
+            self._functions.segment_forward(self._params, self._functions.root(), tokens, length, tokens.shape[1]))
+    return self._root, *self._padded(prompt[len(self._shared):])
+
   def _prompt(self, group: int, spans: list[types.Span]) -> llama.Boundary:
     state = self._groups.setdefault(group, _Group())
     if state.boundary is None:
-      tokens, length = self._prompt_tokens(group)
+      parent, tokens, length = self._parent(group, spans)
+      capacity = self._buckets.pad(len(self._plans[group].prompt_ids) - 1)
       with _Timed(self, spans, 'prompt', group, tokens=int(length)):
-        state.boundary = jax.block_until_ready(self._functions.prompt_forward(self._params, tokens, length))
+        state.boundary = jax.block_until_ready(self._functions.segment_forward(self._params, parent, tokens, length, capacity))
     return state.boundary
 
-  def _turns(self, work: scheduler.TurnForward, spans: list[types.Span]) -> None:
+  def _turns(self, work: scheduler.TurnWork, spans: list[types.Span]) -> None:
     boundary = self._prompt(work.group, spans)
-    at, prompt_ids = (work.group, work.index), self._plans[work.group].prompt_ids
+    at, before = (work.group, work.index), self._plans[work.group].prompt_ids[-1]
     with _Timed(self, spans, 'forward', *at) as timed:
-      timed.tokens(self._trajectories.forward(self._params, prompt_ids, boundary, at, work.turns))
+      timed.tokens(self._trajectories.advance(self._params, before, boundary, at))
 
   def _source(self, work: scheduler.SourceWork, spans: list[types.Span]) -> None:
     boundary = self._prompt(work.group, spans)
     data = [self._data[work.group, i] for i in work.indices]
-    size = self._plans[work.group].size
+    size, before = self._plans[work.group].size, self._plans[work.group].prompt_ids[-1]
     weights = [self._objective.token_weight(len(self._plans), size, d.scored) for d in data]
     packed = len(work.indices) > 1
     if packed:  # rows of one sum: each carries its coefficient; otherwise the fold applies it
       weights = [w * c for w, c in zip(weights, work.coefficients)]
-    batch = sources_lib.pack(self._plans[work.group].prompt_ids, data, weights, self._buckets)
     index = work.indices[0] if len(work.indices) == 1 else -1
     with _Timed(self, spans, 'source', work.group, index, tokens=sum(d.tokens for d in data)):
       if self._trajectories is None:
+        batch = sources_lib.pack(before, data, weights, self._buckets, self._objective.needs_teacher)
         result = self._functions.source_gradient(self._params, boundary, batch)
       else:
-        result = self._trajectories.source_gradient(self._params, boundary, (work.group, index), batch, data[0].tokens)
+        result = self._trajectories.gradient(self._params, before, boundary, (work.group, index), weights[0])
       jax.block_until_ready(result)
     self._measure_gap(data, np.asarray(result.log_probs))
     with _Timed(self, spans, 'fold', work.group, index):
@@ -199,7 +256,7 @@ class Lane:
     state = self._groups.pop(work.group, _Group())
     if self._trajectories is not None:
       self._trajectories.drop(work.group)
-    if policy_gradient.is_uniform(work.rewards) or (state.statistics is None and state.direct_adjoint is None):
+    if self._objective.is_zero(work.rewards) or (state.statistics is None and state.direct_adjoint is None):
       return
     adjoint = None
     if state.statistics is not None:
@@ -218,9 +275,12 @@ class Lane:
       direct = fold.value(self._kind, state.direct_adjoint, state.boundary.keys.dtype)
       adjoint = direct if adjoint is None else jax.tree.map(jnp.add, adjoint, direct)
     state.statistics = None
-    tokens, length = self._prompt_tokens(work.group)
+    parent, tokens, length = self._parent(work.group, spans)
     with _Timed(self, spans, 'prompt', work.group, tokens=int(length)):
-      self._fold_batch(self._functions.prompt_gradient(self._params, tokens, length, adjoint))
+      gradient, above = self._functions.segment_gradient(self._params, parent, tokens, adjoint)
+      self._fold_batch(gradient)
+      if self._shares(work.group):
+        self._root_adjoint = jax.block_until_ready(_begin_or_fold(self._kind, self._root_adjoint, above))
 
   def _measure_gap(self, data: Sequence[sources_lib.SourceData], log_probs: np.ndarray) -> None:
     for row, source in enumerate(data):
@@ -230,6 +290,20 @@ class Lane:
 
 def _begin_or_fold(kind: str, total: fold.Sum | None, tree, scale: float = 1.0) -> fold.Sum:
   return fold.fold(kind, fold.zeros(kind, tree) if total is None else total, tree, scale)
+
+
+def shared_prefix(prompts: Sequence[Sequence[int]], at_least: int = 32) -> tuple[int, ...]:
+  """The longest beginning that all of several different prompts share, each keeping some ids of its own; () if it is short.
+
+  Args:
+    prompts: of a run, ids.
+    at_least: tokens that are worth a segment of their own.
+  """
+  distinct = {tuple(p) for p in prompts}
+  first, last = min(distinct), max(distinct)
+  length = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
+  length = min(length, min(map(len, distinct)) - 2)  # the last id opens each trajectory's segment
+  return first[:length] if len(distinct) > 1 and length >= at_least else ()
 
 
 class _Timed:

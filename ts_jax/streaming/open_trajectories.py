@@ -1,117 +1,131 @@
-"""A lane's open trajectories at granularity `forward`: which tokens have run forward, and what was kept of them."""
+"""What a lane knows of trajectories that are still running: their turns, and the teacher's scores of them.
+
+Work done early is used only for tokens (and scores) that turn out to be the trajectory's: an attempt that failed and was
+made again starts over.
+"""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Iterable
+from typing import Iterable, Iterator, Sequence
 
-import jax
 import numpy as np
 
 from ts_jax import types
-from ts_jax.models import llama, staged as staged_model
-from ts_jax.streaming import sources as sources_lib, staged
+from ts_jax.models import llama
+from ts_jax.streaming import sources as sources_lib
 from ts_jax.streaming.buckets import Buckets
 
-# Turns longer than this run forward in pieces, so that a trajectory needs no more spare room than one piece.
-_PIECE_TOKENS = 128
-
-
-def _piece(buckets: Buckets) -> int:
-  return buckets.pad(min(_PIECE_TOKENS, buckets.lengths[-1]))
-
-
-def room(buckets: Buckets, max_tokens: int) -> int:
-  """Tokens that kept values of one trajectory have room for."""
-  return buckets.pad(max_tokens) + _piece(buckets)
+At = tuple[int, int]  # (group, index)
 
 
 @dataclasses.dataclass
-class _Open:
-  kept: staged_model.Kept
-  inputs: np.ndarray  # those that have run forward
+class Turns:
+  """Turns of one trajectory as far as they are fixed, and teacher log-probs by turn index as far as they are there."""
+
+  turns: list[types.Turn] = dataclasses.field(default_factory=list)
+  scores: dict[int, Sequence[float]] = dataclasses.field(default_factory=dict)
+
+  def data(self, index: int, teacher: bool) -> sources_lib.SourceData | None:
+    """One turn's ids; None while the teacher's scores of it are missing."""
+    turn = self.turns[index]
+    silent = (0.0,) * len(turn.context_ids)
+    scores = self.scores.get(index, () if not turn.sampled.token_ids else None) if teacher else ()
+    if scores is None:
+      return None
+    return sources_lib.SourceData(
+        np.asarray(turn.context_ids + turn.sampled.token_ids, np.int32),
+        np.asarray((False,) * len(turn.context_ids) + turn.scored_mask, bool),
+        np.asarray(silent + turn.sampled.log_probs, np.float32), turn.sampled.version_end,
+        np.asarray((*silent, *scores), np.float64) if teacher else None)
+
+  def ids(self) -> list[int]:
+    """All ids behind the prompt."""
+    return [i for t in self.turns for i in t.context_ids + t.sampled.token_ids]
 
 
-class OpenTrajectories:
-  """Runs turns forward and, at completion, the backward pass; all at one policy version.
+class OpenTrajectories(abc.ABC):
+  """Running trajectories of one update, all at one policy version; subclasses decide what runs before completion."""
 
-  What was kept is used only for tokens that turn out to be the trajectory's: an attempt that failed and was made again
-  starts over.
-  """
-
-  def __init__(self, functions: sources_lib.SourceFunctions, buckets: Buckets, max_tokens: int, keep: str):
+  def __init__(self, functions: sources_lib.SourceFunctions, buckets: Buckets, max_tokens: int, teacher: bool = False):
     """Begins without any.
 
     Args:
       functions: the student's.
       buckets: allowed shapes.
       max_tokens: longest completion.
-      keep: see `models.staged`.
+      teacher: the objective needs the teacher's scores.
     """
-    self._functions, self._buckets, self._keep = functions, buckets, keep
-    self._piece = _piece(buckets)
-    self.room = room(buckets, max_tokens)
-    self._turns: dict[tuple[int, int], list[types.Turn]] = {}
-    self._open: dict[tuple[int, int], _Open] = {}
+    self._functions, self._buckets, self._teacher = functions, buckets, teacher
+    self.max_tokens = buckets.pad(max_tokens)
+    self._running: dict[At, Turns] = {}
 
   def clear(self) -> None:
     """Forgets everything (a new update)."""
-    self._turns.clear()
-    self._open.clear()
+    self._running.clear()
 
   def drop(self, group: int) -> None:
     """Forgets a closed group's trajectories."""
-    for table in (self._turns, self._open):
-      for at in [at for at in table if at[0] == group]:
-        del table[at]
+    for at in [at for at in self._running if at[0] == group]:
+      del self._running[at]
 
-  def register(self, at: tuple[int, int], turn: types.Turn) -> None:
-    """Takes one more turn."""
-    turns = self._turns.setdefault(at, [])
-    del turns[turn.index:]
-    turns.append(turn)
+  def fix(self, at: At, turn: types.Turn) -> None:
+    """Takes one more turn; an earlier index begins another attempt."""
+    known = self._running.setdefault(at, Turns())
+    del known.turns[turn.index:]
+    known.scores = {i: s for i, s in known.scores.items() if i < turn.index}
+    known.turns.append(turn)
 
-  def forward(self, params, prompt_ids, prompt: llama.Boundary, at: tuple[int, int], turns: int) -> int:
-    """Runs the first `turns` turns forward as far as they have not been; returns the tokens that ran.
+  def score(self, at: At, turn: int, log_probs: Sequence[float]) -> None:
+    """Takes the teacher's scores of a turn that is fixed."""
+    if turn < len(self._running[at].turns):
+      self._running[at].scores[turn] = log_probs
+
+  def complete(self, at: At, turns: Sequence[types.Turn]) -> None:
+    """Takes the trajectory as it ended."""
+    self._running[at] = Turns(list(turns), {t.index: t.teacher_log_probs for t in turns if t.teacher_log_probs is not None})
+
+  def steps(self, at: At) -> int:
+    """How much could run early by now: grows with every turn or score that makes work possible."""
+    known = self._running.get(at, Turns())
+    return self._steps(known)
+
+  @abc.abstractmethod
+  def _steps(self, known: Turns) -> int:
+    ...
+
+  @abc.abstractmethod
+  def advance(self, params, before: int, prompt: llama.Boundary, at: At) -> int:
+    """Runs what is possible early; returns the tokens that ran.
+
+    Args:
+      params: parameters.
+      before: the prompt's last id, which opens the trajectory's segment.
+      prompt: boundary state of the prompt without it.
+      at: which trajectory.
 
     Raises:
       TsJaxError: the trajectory is longer than the longest that was announced.
     """
-    ids = [i for t in self._turns[at][:turns] for i in t.context_ids + t.sampled.token_ids]
-    return self._advance(params, np.asarray([prompt_ids[-1], *ids[:-1]], np.int32), prompt, at)
 
-  def source_gradient(self, params, prompt: llama.Boundary, at: tuple[int, int], batch: sources_lib.SourceBatch,
-                      tokens: int) -> sources_lib.SourceResult:
-    """Gradient of a complete trajectory of `tokens` tokens, packed as one row."""
-    self._advance(params, batch.tokens[0, :tokens], prompt, at)
-    kept = self._open.pop(at).kept
-    positions = np.where(batch.weights[0] != 0, batch.positions[0], kept.capacity).astype(np.int32)
-    return staged.source_gradient(self._functions, params, kept, batch.tokens, prompt, positions, batch.targets[0], batch.weights[0])
+  @abc.abstractmethod
+  def gradient(self, params, before: int, prompt: llama.Boundary, at: At, weight: float) -> sources_lib.SourceResult:
+    """Gradient of the completed trajectory, every scored token weighted by `weight` (and its advantage, with a teacher)."""
 
-  def warm_up(self, params, prompt: llama.Boundary, batches: Iterable[sources_lib.SourceBatch]) -> Iterable[sources_lib.SourceResult]:
-    """Compiles pieces of every length, then yields the gradient of each (empty) batch of one row."""
-    for length in self._buckets.up_to(self._piece):
-      kept = staged.begin(self._functions, prompt, self.room, self._keep)
-      past = kept.memory.keys.shape[1]
-      staged.turn_forward(self._functions, params, kept, np.zeros((1, length), np.int32), np.int32(length), past)
-    for batch in batches:
-      yield self.source_gradient(params, prompt, (-1, -1), batch, 1)
+  @abc.abstractmethod
+  def warm_up(self, params, prompt: llama.Boundary) -> Iterator[sources_lib.SourceResult]:
+    """Runs every shape once; yields results of the kind that `gradient` returns."""
 
-  def _advance(self, params, inputs: np.ndarray, prompt: llama.Boundary, at: tuple[int, int]) -> int:
-    if len(inputs) > self.room - self._piece:
-      raise types.TsJaxError(f'trajectory {at[1]} of group {at[0]} has {len(inputs)} tokens behind its prompt, kept values have room for '
-                             f'{self.room - self._piece}: lower the limits in config.agent, or set config.schedule.granularity=trajectory')
-    state = self._open.get(at)
-    if state is None or not np.array_equal(inputs[:len(state.inputs)], state.inputs):
-      state = _Open(staged.begin(self._functions, prompt, self.room, self._keep), inputs[:0])
-      self._open[at] = state
-    first = len(state.inputs)
-    for start in range(first, len(inputs), self._piece):
-      piece = inputs[start:min(start + self._piece, len(inputs))]
-      padded = np.zeros((1, self._buckets.pad(len(piece))), np.int32)
-      padded[0, :len(piece)] = piece
-      past = state.kept.memory.keys.shape[1]
-      state.kept = staged.turn_forward(self._functions, params, state.kept, padded, np.int32(len(piece)), past)
-      state.inputs = inputs[:start + len(piece)]
-    jax.block_until_ready(state.kept.hidden)
-    return len(inputs) - first
+  def _check_length(self, at: At, tokens: int) -> None:
+    if tokens > self.max_tokens:
+      raise types.TsJaxError(f'trajectory {at[1]} of group {at[0]} has {tokens} tokens behind its prompt, room was made for '
+                             f'{self.max_tokens}: lower the limits in config.agent, or set config.schedule.granularity=trajectory')
+
+  def _pasts(self, prompt: llama.Boundary, capacity: int) -> list[int]:
+    """Numbers of positions that turns look back on, ascending; compiled shapes."""
+    least = prompt.keys.shape[1]
+    return [least, *(n for n in self._buckets.lengths if least < n < capacity), capacity]
+
+  def _scored_shapes(self) -> Iterable[tuple[int, int]]:
+    return [(t, s) for t in self._buckets.up_to(self.max_tokens) for s in (t // 2, t)]

@@ -5,8 +5,7 @@ lanes: it feeds events and runs what is assigned.  A schedule is a `Policy`; the
 
 Service order at a free lane: fold a held gradient whose reward arrived; close a group; then sources, `final` (all
 rewards of the group known) before `known` (its own reward known) before `content` (tokens fixed, verdict pending), in
-readiness order; then, at granularity `forward`, the forward pass of turns of running trajectories; then prompts nobody asked
-for yet.
+readiness order; then, at granularities `turn` and `forward`, turns of running trajectories; then prompts nobody asked for yet.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import enum
 from typing import Sequence
 
 from ts_jax.objectives import policy_gradient
+from ts_jax.objectives.objective import Objective
 
 
 class SchedulerError(RuntimeError):
@@ -41,55 +41,64 @@ class Service(enum.IntEnum):
   CONTENT = 2
 
 
+# How early work is released: when every reward of the batch is known (Sync), of the group, or when a trajectory's content is
+# fixed; `turn` and `forward` begin with turns of running trajectories.
+GRANULARITIES = ('batch', 'group', 'trajectory', 'turn', 'forward')
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
   """A schedule, as the scheduler sees it.
 
   Attributes:
-    streaming: release sources when ready (thundersync); otherwise only when every reward of the batch is known (sync).
+    granularity: when sources are released, see `GRANULARITIES`.
     direct: apply the advantage of `final` sources at once, without group statistics.  Off for the exact accumulator,
       where every source must take the same arithmetic path whatever its arrival.
     admission_cap: groups per lane that may hold statistics at once.
     pack_rows: how many `final` sources of a group may run as one batch, e.g. (4, 1); only with `direct`.
     pack_waste: largest padded cost of a pack relative to its members' own.
     objective: from rewards to coefficients; the lanes' own.
-    forward: granularity `forward`: turns of running trajectories run forward as they arrive.  Otherwise a trajectory is
-      touched once its content is fixed.
-    kept_cap: trajectories per lane that may hold kept values of turns at once (a memory budget).
+    kept_cap: running trajectories per lane that may hold work of their turns at once (a memory budget).
   """
 
-  streaming: bool = True
+  granularity: str = 'trajectory'
   direct: bool = True
   admission_cap: int = 4
   pack_rows: tuple[int, ...] = (1,)
   pack_waste: float = 1.15
-  objective: policy_gradient.Objective = policy_gradient.Objective()
-  forward: bool = False
+  objective: Objective = policy_gradient.PolicyGradient()
   kept_cap: int = 8
 
   def __post_init__(self):
+    if self.granularity not in GRANULARITIES:
+      raise ValueError(f'granularity {self.granularity!r} is unknown: use one of {GRANULARITIES}')
     if self.admission_cap < 1:
       raise ValueError(f'admission cap {self.admission_cap} must be at least 1')
     if not self.direct and max(self.pack_rows) > 1:
       raise ValueError(f'pack_rows {self.pack_rows} needs direct=True: packed rows share one sum')
-    if self.forward and (max(self.pack_rows) > 1 or not self.streaming):
-      raise ValueError(f'granularity forward needs streaming=True and pack_rows (1,), not {self.pack_rows}')
+    if self.by_turns and max(self.pack_rows) > 1:
+      raise ValueError(f'granularity {self.granularity!r} needs pack_rows (1,), not {self.pack_rows}')
     if 1 not in self.pack_rows:
       raise ValueError(f'pack_rows {self.pack_rows} must contain 1')
+
+  @property
+  def by_turns(self) -> bool:
+    """Turns of running trajectories are worked on."""
+    return self.granularity in ('turn', 'forward')
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """One trajectory.  `cost` is its padded length in tokens, `order` its rank of readiness; `turns` arrived, of which
-  `forwarded` have run forward."""
+  """One trajectory.  `cost` is its padded length in tokens, `order` its rank of readiness; while it runs, `steps` can be
+  worked on, of which `worked` have been."""
 
   status: Status = Status.RUNNING
   reward: float | None = None
   scored: int = 0
   cost: int = 0
   order: int = -1
-  turns: int = 0
-  forwarded: int = 0
+  steps: int = 0
+  worked: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +118,11 @@ class GroupState:
     """Rewards so far, None where unknown."""
     return tuple(s.reward for s in self.sources)
 
-  @property
-  def final(self) -> bool:
-    """Every reward is known."""
-    return all(s.reward is not None for s in self.sources)
+  def final(self, objective: Objective) -> bool:
+    """Everything the coefficients need is known: all rewards, or for an objective without rewards all content."""
+    if objective.needs_rewards:
+      return all(s.reward is not None for s in self.sources)
+    return all(s.status is not Status.RUNNING for s in self.sources)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +138,8 @@ class State:
 
   @property
   def batch_final(self) -> bool:
-    """Every reward of the batch is known."""
-    return all(g.final for g in self.groups)
+    """Every group is final."""
+    return all(g.final(self.policy.objective) for g in self.groups)
 
   @property
   def closed(self) -> bool:
@@ -139,11 +149,11 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class TurnReady:
-  """The first `turns` turns of a running trajectory are fixed (fewer than before where a failed attempt is made again)."""
+  """`steps` of a running trajectory can be worked on (fewer than before where a failed attempt is made again)."""
 
   group: int
   index: int
-  turns: int
+  steps: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,12 +183,12 @@ class PromptForward:
 
 
 @dataclasses.dataclass(frozen=True)
-class TurnForward:
-  """Run the layers forward over the turns of a running trajectory that have arrived, the first `turns` of them."""
+class TurnWork:
+  """Work on the turns of a running trajectory that are there, up to `steps`."""
 
   group: int
   index: int
-  turns: int
+  steps: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +219,7 @@ class CloseGroup:
   rewards: tuple[float, ...]
 
 
-Work = PromptForward | TurnForward | SourceWork | FoldHeld | CloseGroup
+Work = PromptForward | TurnWork | SourceWork | FoldHeld | CloseGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +291,7 @@ def _turn(state: State, event: TurnReady) -> State:
   source = _source(state, event)
   if source.status is not Status.RUNNING:
     raise SchedulerError(f'{event}: its content was fixed before')
-  return _with_source(state, event.group, event.index, turns=event.turns)
+  return _with_source(state, event.group, event.index, steps=event.steps)
 
 
 def _content(state: State, event: ContentReady) -> State:
@@ -316,8 +326,8 @@ def _done(state: State, event: WorkDone) -> State:
         state = _with_source(state, work.group, index, status=status)
     case FoldHeld():
       state = _with_source(state, work.group, work.index, status=Status.DONE)
-    case TurnForward():
-      state = _with_source(state, work.group, work.index, forwarded=work.turns)
+    case TurnWork():
+      state = _with_source(state, work.group, work.index, worked=work.steps)
     case CloseGroup():
       if group.closed or not group.closing:
         raise SchedulerError(f'group {work.group} was closed twice')
@@ -328,10 +338,10 @@ def _done(state: State, event: WorkDone) -> State:
 def _settle(state: State) -> State:
   """Skips what is known to contribute nothing; closes groups no lane has touched."""
   for number, group in enumerate(state.groups):
-    if group.closed or group.closing or not group.final:
+    objective = state.policy.objective
+    if group.closed or group.closing or not group.final(objective):
       continue
-    coefficients = state.policy.objective.source_coefficients(group.rewards)
-    uniform = policy_gradient.is_uniform(group.rewards)
+    coefficients, uniform = objective.source_coefficients(group.rewards), objective.is_zero(group.rewards)
     for index, source in enumerate(group.sources):
       # In a mixed group a single zero advantage may be dropped only where its sum is not part of exact statistics.
       if source.status is Status.READY and (uniform or (state.policy.direct and coefficients[index] == 0)):
@@ -360,7 +370,7 @@ def _assign(state: State, lane: int, work: Work) -> State:
   state = dataclasses.replace(state, idle=tuple(i for i in state.idle if i != lane))
   state = _with_group(state, work.group, lane=lane, touched=True)
   match work:
-    case PromptForward() | TurnForward():
+    case PromptForward() | TurnWork():
       return _with_group(state, work.group, prompt_started=True)
     case SourceWork():
       for index in work.indices:
@@ -372,7 +382,7 @@ def _assign(state: State, lane: int, work: Work) -> State:
       return _with_source(state, work.group, work.index, status=Status.IN_LANE)
     case CloseGroup():
       computed = sum(s.status is Status.DONE for s in state.groups[work.group].sources)
-      wasted = computed if policy_gradient.is_uniform(work.rewards) else 0
+      wasted = computed if state.policy.objective.is_zero(work.rewards) else 0
       return dataclasses.replace(_with_group(state, work.group, closing=True), wasted=state.wasted + wasted)
   raise SchedulerError(f'unknown work {work!r}')
 
@@ -384,46 +394,50 @@ def _choose(state: State, lane: int) -> Work | None:
       if source.status is Status.HELD and source.reward is not None:
         return FoldHeld(number, index, source.reward)
   for number, group in mine:
-    if group.touched and group.final and all(s.status in (Status.DONE, Status.SKIPPED) for s in group.sources):
+    if group.touched and group.final(state.policy.objective) and all(s.status in (Status.DONE, Status.SKIPPED) for s in group.sources):
       return CloseGroup(number, group.rewards)
-  if not state.policy.streaming and not state.batch_final:
+  if state.policy.granularity == 'batch' and not state.batch_final:
     return None
   best = _best_source(state, lane, mine)
   if best is not None:
     return best
-  if state.policy.forward:
+  if state.policy.by_turns:
     turn = _next_turn(state, lane, mine)
     if turn is not None:
       return turn
-  if state.policy.streaming:
-    for number, group in mine:
-      if not group.prompt_started and not group.final:
-        return PromptForward(number)
+  for number, group in mine:
+    if not group.prompt_started and not group.final(state.policy.objective):
+      return PromptForward(number)
   return None
 
 
-def _next_turn(state: State, lane: int, mine: list[tuple[int, GroupState]]) -> TurnForward | None:
-  """The running trajectory with most turns waiting, among those that hold kept values or may begin to."""
-  holding = sum(s.forwarded > 0 and s.status in (Status.RUNNING, Status.READY) for g in state.groups if g.lane == lane for s in g.sources)
-  waiting = [(s.forwarded - s.turns, number, index) for number, group in mine for index, s in enumerate(group.sources)
-             if s.status is Status.RUNNING and s.turns > s.forwarded and (s.forwarded or holding < state.policy.kept_cap)]
+def _next_turn(state: State, lane: int, mine: list[tuple[int, GroupState]]) -> TurnWork | None:
+  """The running trajectory with most steps waiting, among those that were begun or may be."""
+  holding = sum(s.worked > 0 and s.status in (Status.RUNNING, Status.READY) for g in state.groups if g.lane == lane for s in g.sources)
+  waiting = [(s.worked - s.steps, number, index) for number, group in mine for index, s in enumerate(group.sources)
+             if s.status is Status.RUNNING and s.steps > s.worked and (s.worked or holding < state.policy.kept_cap)]
   if not waiting:
     return None
   _, number, index = min(waiting)
-  return TurnForward(number, index, state.groups[number].sources[index].turns)
+  return TurnWork(number, index, state.groups[number].sources[index].steps)
 
 
 def _best_source(state: State, lane: int, mine: list[tuple[int, GroupState]]) -> SourceWork | None:
   open_groups = sum(g.statistics for g in state.groups if g.lane == lane)
   holding = any(s.status is Status.HELD for _, g in mine for s in g.sources)
   best, best_rank = None, None
+  objective = state.policy.objective
   for number, group in mine:
-    direct = state.policy.direct and group.final
+    final = group.final(objective)
+    if state.policy.granularity == 'group' and not final:
+      continue
+    known = final or not objective.needs_rewards  # the coefficients, whatever else comes
+    direct = known and (state.policy.direct or not objective.needs_rewards)
     admitted = direct or group.statistics or open_groups < state.policy.admission_cap
     for index, source in enumerate(group.sources):
       if source.status is not Status.READY or not admitted:
         continue
-      service = Service.FINAL if group.final else Service.CONTENT if source.reward is None else Service.KNOWN
+      service = Service.FINAL if known else Service.CONTENT if source.reward is None else Service.KNOWN
       if service is Service.CONTENT and holding:
         continue  # one gradient may wait for its verdict; a second would need another copy of the parameters
       rank = (service, source.order)

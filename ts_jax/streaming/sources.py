@@ -1,11 +1,11 @@
-"""Jitted gradients of objective sources over a shared prompt.
+"""Jitted gradients of the segments of a prefix tree: shared prefix of a batch, prompt of a group, trajectory, turn.
 
-A group's tree has two levels here: the prompt, and one segment per trajectory.  The prompt's boundary state is computed
-once; each trajectory's backward pass yields parameter gradients and the adjoint of that boundary state; the prompt's
-own backward pass runs once, at closure, from the combined adjoint.
+`segment_forward` extends the parent's boundary state, once for all children.  A segment with scored tokens has
+`source_gradient` (or `turn_gradient`, which extends the boundary state too): parameter gradients and the adjoint of the
+parent's boundary state.  What children add to a segment's own keys and values runs through its backward pass once, after
+the last child (`segment_gradient`), and so on up to the root.
 
-The prompt segment holds all prompt tokens but the last.  The last one opens each trajectory's segment, because its
-hidden state predicts the first sampled token.
+The prompt's last token opens each trajectory's segment, because its hidden state predicts the first sampled token.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ class SourceBatch:
     positions: [B, S] int32, index into T whose hidden state predicts a scored token (0 where padded).
     targets: [B, S] int32 scored tokens.
     weights: [B, S] w_it, times the row's coefficient; 0 where padded.
+    teacher: [B, S] teacher log-probs of the targets, or None where the objective needs none.
   """
 
   tokens: Any
   positions: Any
   targets: Any
   weights: Any
+  teacher: Any = None
 
   @property
   def shape(self) -> tuple[int, int, int]:
@@ -55,7 +57,7 @@ class SourceResult(NamedTuple):
 
   Attributes:
     gradient: parameter pytree, H.
-    adjoint: (d keys, d values) of the prompt's boundary state, each [layers, P, kv_heads, head_dim].
+    adjoint: (d keys, d values) of the parent's boundary state, each [layers, P, kv_heads, head_dim].
     log_probs: [B, S].
   """
 
@@ -66,18 +68,29 @@ class SourceResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SourceData:
-  """A trajectory as the learner sees it: completion ids and which of them are scored."""
+  """A trajectory (or a turn of one) as the learner sees it: ids behind the prompt, and which of them are scored.
+
+  Attributes:
+    completion: [T] ids, observations included.
+    mask: [T] scored.
+    sampler_log_probs: [T], read where scored.
+    policy_version: that sampled it.
+    teacher_log_probs: [T], read where scored; None without a teacher.
+  """
 
   completion: np.ndarray
   mask: np.ndarray
   sampler_log_probs: np.ndarray
   policy_version: int
+  teacher_log_probs: np.ndarray | None = None
 
   @classmethod
   def of(cls, trajectory: types.Trajectory) -> 'SourceData':
     """Reads a trajectory."""
+    teacher = trajectory.completion_teacher_log_probs
     return cls(np.asarray(trajectory.completion_ids, np.int32), np.asarray(trajectory.completion_mask, bool),
-               np.asarray(trajectory.completion_log_probs, np.float32), trajectory.policy_version)
+               np.asarray(trajectory.completion_log_probs, np.float32), trajectory.policy_version,
+               None if teacher is None else np.asarray(teacher, np.float64))
 
   @property
   def tokens(self) -> int:
@@ -90,28 +103,49 @@ class SourceData:
     return int(self.mask.sum())
 
 
-def pack(prompt_ids: Sequence[int], sources: Sequence[SourceData], weights: Sequence[float], buckets: Buckets) -> SourceBatch:
-  """Pads trajectories of one group into a batch.
+def pack(before: int, sources: Sequence[SourceData], weights: Sequence[float], buckets: Buckets,
+         teacher: bool = False) -> SourceBatch:
+  """Pads siblings into a batch.
 
   Args:
-    prompt_ids: the group's prompt.
-    sources: trajectories; each has at least one scored token.
-    weights: weight of every scored token of each trajectory.
+    before: the id before each source: the last of the prompt.
+    sources: trajectories of a group.
+    weights: weight of every scored token of each.
     buckets: allowed shapes.
+    teacher: carry the teacher's log-probs.
+
+  Raises:
+    TsJaxError: a teacher's log-probs are wanted and missing or not finite.
   """
   rows = len(sources)
   length = buckets.pad(max(s.tokens for s in sources))
   scored = max(buckets.pad_scored(s.scored, length) for s in sources)
   batch = SourceBatch(np.zeros((rows, length), np.int32), np.zeros((rows, scored), np.int32),
-                      np.zeros((rows, scored), np.int32), np.zeros((rows, scored), np.float64))
+                      np.zeros((rows, scored), np.int32), np.zeros((rows, scored), np.float64),
+                      np.zeros((rows, scored), np.float64) if teacher else None)
   for row, (source, weight) in enumerate(zip(sources, weights)):
-    batch.tokens[row, 0] = prompt_ids[-1]
+    batch.tokens[row, 0] = before
     batch.tokens[row, 1:source.tokens] = source.completion[:-1]
     at = np.flatnonzero(source.mask)
     batch.positions[row, :len(at)] = at
     batch.targets[row, :len(at)] = source.completion[at]
     batch.weights[row, :len(at)] = weight
+    if teacher:
+      batch.teacher[row, :len(at)] = teacher_scores(source, at)
   return batch
+
+
+def teacher_scores(source: SourceData, at: np.ndarray) -> np.ndarray:
+  """The teacher's log-probs at the scored positions `at`.
+
+  Raises:
+    TsJaxError: they are missing or not finite.
+  """
+  if source.teacher_log_probs is None:
+    raise types.TsJaxError('a trajectory has no teacher log-probs: distillation needs a teacher that scores every turn')
+  if not np.isfinite(source.teacher_log_probs[at]).all():
+    raise types.TsJaxError(f'a teacher log-prob is not finite: {source.teacher_log_probs[at]}')
+  return source.teacher_log_probs[at]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,74 +164,92 @@ class SourceFunctions:
   dtype: str = 'float32'
   remat_tokens: int = 2048
 
-  def prompt_forward(self, params, tokens: Array, length: Array) -> llama.Boundary:
-    """Boundary state after a prompt segment [1, P] of which `length` tokens are real."""
-    return _prompt_forward(self, params, tokens, length)
+  def root(self) -> llama.Boundary:
+    """The boundary state before the first token."""
+    return llama.empty_boundary(self.config, self.dtype)
 
-  def prompt_gradient(self, params, tokens: Array, length: Array, adjoint: tuple[Array, Array]):
-    """Parameter gradient of a prompt segment from the adjoint of its boundary state."""
-    return _prompt_gradient(self, params, tokens, length, adjoint)
+  def segment_forward(self, params, boundary: llama.Boundary, tokens: Array, length: Array, capacity: int) -> llama.Boundary:
+    """Boundary state after a segment [1, T], of which `length` tokens are real, behind `boundary`, with `capacity` positions."""
+    return _segment_forward(self, params, boundary, tokens, length, capacity)
 
   def segment_gradient(self, params, boundary: llama.Boundary, tokens: Array, adjoint: tuple[Array, Array]):
-    """Deferred backward pass of a segment [1, T] that stands behind `boundary`, from the adjoint of its own keys and values.
+    """Backward pass of a segment that scores nothing itself, from what its children want of its keys and values.
 
     Args:
       params: parameters.
       boundary: the parent's boundary state.
       tokens: [1, T].
-      adjoint: (d keys, d values), each [layers, T, kv_heads, head_dim]; zero where padded.
+      adjoint: (d keys, d values) of the segment's own boundary state, each [layers, C, kv_heads, head_dim].
 
     Returns:
-      (parameter gradient, adjoint of the parent's boundary state).
+      (parameter gradient, adjoint of the parent's boundary state: what `adjoint` holds of it, and what this segment adds).
     """
     return _segment_gradient(self, params, boundary, tokens, adjoint)
 
   def source_gradient(self, params, boundary: llama.Boundary, batch: SourceBatch) -> SourceResult:
-    """Gradient of the batch's weighted score with respect to parameters and boundary state (Equation 4)."""
+    """Gradient of the batch's weighted score with respect to parameters and boundary state (Equations 4 and 8)."""
     return _source_gradient(self, params, boundary, batch)
 
-
-@functools.partial(jax.jit, static_argnums=0)
-def _prompt_forward(self: SourceFunctions, params, tokens, length):
-  start = llama.empty_boundary(self.config, self.dtype)
-  _, own = llama.forward(self.config, params, tokens, start, dtype=self.dtype, remat=tokens.shape[1] > self.remat_tokens)
-  return llama.extend(start, own, length, tokens.shape[1])
+  def turn_gradient(self, params, boundary: llama.Boundary, batch: SourceBatch, length: Array,
+                    capacity: int) -> tuple[SourceResult, llama.Boundary]:
+    """As `source_gradient` for one row, with the boundary state behind its first `length` tokens beside it."""
+    return _turn_gradient(self, params, boundary, batch, length, capacity)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _prompt_gradient(self: SourceFunctions, params, tokens, length, adjoint):
-  def boundary(params):
-    state = _prompt_forward(self, params, tokens, length)
-    return state.keys, state.values
-
-  primal, pullback = jax.vjp(boundary, params)
-  return pullback(jax.tree.map(lambda a, p: a.astype(p.dtype), adjoint, primal))[0]
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _segment_forward(self: SourceFunctions, params, boundary, tokens, length, capacity):
+  _, own = llama.forward(self.config, params, tokens, boundary, dtype=self.dtype, remat=tokens.shape[1] > self.remat_tokens)
+  return llama.extend(boundary, own, length, capacity)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _segment_gradient(self: SourceFunctions, params, boundary, tokens, adjoint):
   def own(params, memory):
     state = boundary.replace(keys=memory[0], values=memory[1])
-    _, own = llama.forward(self.config, params, tokens, state, dtype=self.dtype, remat=tokens.shape[1] > self.remat_tokens)
-    return own
+    return llama.forward(self.config, params, tokens, state, dtype=self.dtype, remat=tokens.shape[1] > self.remat_tokens)[1]
+
+  width, past = tokens.shape[1], boundary.keys.shape[1]
+
+  def mine(a, p):  # rows behind the parent's, as far as they go
+    room = jnp.pad(a, ((0, 0), (0, width), (0, 0), (0, 0)))
+    return jax.lax.dynamic_slice_in_dim(room, boundary.length, width, axis=1)[:, None].astype(p.dtype)
 
   primal, pullback = jax.vjp(own, params, (boundary.keys, boundary.values))
-  return pullback(jax.tree.map(lambda a, p: a[:, None].astype(p.dtype), adjoint, primal))
+  gradient, parent = pullback(jax.tree.map(mine, adjoint, primal))
+  above = (jnp.arange(past) < boundary.length)[:, None, None]
+
+  def theirs(a, more):
+    reach = min(past, a.shape[1])
+    return more.astype(a.dtype).at[:, :reach].add(jnp.where(above[:reach], a[:, :reach], 0))
+
+  return gradient, jax.tree.map(theirs, adjoint, parent)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _source_gradient(self: SourceFunctions, params, boundary, batch):
+  return _scored_gradient(self, params, boundary, batch)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _turn_gradient(self: SourceFunctions, params, boundary, batch, length, capacity):
+  result, own = _scored_gradient(self, params, boundary, batch)
+  return result, llama.extend(boundary, own, length, capacity)
+
+
+def _scored_gradient(self: SourceFunctions, params, boundary, batch):
   rows, length, _ = batch.shape
 
   def score(params, memory):
     state = boundary.replace(keys=memory[0], values=memory[1])
-    hidden, _ = llama.forward(self.config, params, batch.tokens, state, dtype=self.dtype,
-                              remat=length > self.remat_tokens)
+    hidden, own = llama.forward(self.config, params, batch.tokens, state, dtype=self.dtype, remat=length > self.remat_tokens)
     chosen = jnp.take_along_axis(hidden, batch.positions[..., None], axis=1).reshape(-1, hidden.shape[-1])
-    weights = batch.weights.reshape(-1).astype(jnp.promote_types(hidden.dtype, jnp.float32))
-    return logprob.weighted_score(chosen, llama.head_matrix(params).astype(hidden.dtype), batch.targets.reshape(-1),
-                                  weights, None, self.temperature)
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    flat = lambda x: x.reshape(-1).astype(wide)
+    value, log_probs = logprob.weighted_score(
+        chosen, llama.head_matrix(params).astype(hidden.dtype), batch.targets.reshape(-1), flat(batch.weights),
+        None if batch.teacher is None else flat(batch.teacher), self.temperature)
+    return value, (log_probs, own)
 
-  grads, log_probs = jax.grad(score, argnums=(0, 1), has_aux=True)(params, (boundary.keys, boundary.values))
+  grads, (log_probs, own) = jax.grad(score, argnums=(0, 1), has_aux=True)(params, (boundary.keys, boundary.values))
   adjoint = jax.tree.map(lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32)), grads[1])
-  return SourceResult(grads[0], adjoint, log_probs.reshape(rows, -1))
+  return SourceResult(grads[0], adjoint, log_probs.reshape(rows, -1)), own

@@ -95,11 +95,23 @@ def source_gradient(functions: sources.SourceFunctions, params, kept: staged.Kep
     prompt: the prompt's boundary state.
     positions, targets, weights: [S], as for `head_gradient`.
   """
+  head = head_gradient(functions, params, staged.trim(kept, tokens.shape[1]).hidden, positions, targets, weights)
+  return sources.SourceResult(*complete_source(functions, params, kept, tokens, prompt, head.gradient, head.cotangent), head.log_probs[None])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def complete_source(functions: sources.SourceFunctions, params, kept: staged.Kept, tokens: Array, prompt: llama.Boundary,
+                    head: Any, cotangent: Array):
+  """A complete trajectory's (parameter gradient, adjoint of the prompt's boundary state) from the sums of its heads.
+
+  Args:
+    functions, params, kept, tokens, prompt: as for `source_gradient`.
+    head: gradient of the final norm and the head.
+    cotangent: [1, C, D] of the last layer's output.
+  """
   kept = staged.trim(kept, tokens.shape[1])
-  head = head_gradient(functions, params, kept.hidden, positions, targets, weights)
-  gradient, adjoint = complete(functions, params, kept, tokens, prompt, head.cotangent)
-  merged = {**gradient, **{k: v for k, v in head.gradient.items() if k not in gradient}}
-  if 'embed' in head.gradient:
-    merged['embed'] = jax.tree.map(jnp.add, gradient['embed'], head.gradient['embed'])
-  adjoint = jax.tree.map(lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32)), adjoint)
-  return sources.SourceResult(merged, adjoint, head.log_probs[None])
+  gradient, adjoint = complete(functions, params, kept, tokens, prompt, cotangent[:, :tokens.shape[1]])
+  merged = {**gradient, **{k: v for k, v in head.items() if k not in gradient}}
+  if 'embed' in head:
+    merged['embed'] = jax.tree.map(jnp.add, gradient['embed'], head['embed'])
+  return merged, jax.tree.map(lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32)), adjoint)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import queue
 import time
 from typing import Callable, Iterable, Protocol, Sequence
@@ -10,7 +12,7 @@ from typing import Callable, Iterable, Protocol, Sequence
 from ts_jax import types
 from ts_jax.kernels import fold
 from ts_jax.streaming import lane as lane_lib
-from ts_jax.streaming import scheduler, sources
+from ts_jax.streaming import scheduler
 
 
 class EventStream(Protocol):
@@ -30,6 +32,7 @@ class UpdateResult:
     normaliser: factor of the summed direction, known once every length is.
     spans: learner spans with readiness.
     gap: learner against sampler log-probs.
+    scored_tokens: N, of the whole batch.
     skipped, wasted: sources never computed, and computed in vain, because their group was uniform.
     rollout_end_s: when the last reward arrived; learner_end_s: when the last group closed (run's clock).
   """
@@ -39,6 +42,7 @@ class UpdateResult:
   normaliser: float
   spans: tuple[types.Span, ...]
   gap: lane_lib.SamplerGap
+  scored_tokens: int
   skipped: int
   wasted: int
   rollout_end_s: float
@@ -61,7 +65,7 @@ class _Batch:
 
 
 def run_update(update: int, policy_version: int, params, plans: Sequence[types.GroupPlan], events: EventStream,
-               lane: lane_lib.Lane, policy: scheduler.Policy, *, stall_timeout_s: float = 600.0,
+               lanes: Sequence[lane_lib.Lane], policy: scheduler.Policy, *, stall_timeout_s: float = 600.0,
                observe: Callable[[types.RolloutEvent | types.Span], None] = lambda _: None) -> UpdateResult:
   """Runs the learner's side of one update until every group is closed.
 
@@ -71,7 +75,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
     params: theta_k, read only.
     plans: the update's groups, index order.
     events: rollout events of this update.
-    lane: the learner lane.
+    lanes: the learner lanes, by index; they run in turn.
     policy: the schedule.
     stall_timeout_s: longest wait without any event before the update is given up.
     observe: called with every event and every learner span, for progress and traces.
@@ -80,9 +84,10 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
     TsJaxError: the rollout side failed or stalled.
     PolicyVersionError: a trajectory of another version arrived.
   """
-  lane.begin(update, params, plans, policy_version)
+  for lane in lanes:
+    lane.begin(update, params, plans, policy_version)
   record = _Batch(update, policy_version, plans)
-  state, assignments = scheduler.start(policy, [p.size for p in plans])
+  state, assignments = scheduler.start(policy, [p.size for p in plans], len(lanes))
   spans: list[types.Span] = []
   learner_end_s = time.time()
 
@@ -90,18 +95,21 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
     nonlocal state
     observe(event)
     issued = []
-    for scheduled in _translate(event, update, lane, record, policy.forward):
+    for scheduled in _translate(event, update, lanes, record, policy):
       state, more = scheduler.advance(state, scheduled)
       issued += more
     return issued
 
-  while not state.closed:
+  def keep(done: Iterable[types.Span]) -> None:
+    for span in done:
+      span = dataclasses.replace(span, ready_s=_readiness(span, record))
+      spans.append(span)
+      observe(span)
+
+  while not state.closed or len(record.trajectories) < sum(p.size for p in plans):
     if assignments:
       assignment = assignments.pop()
-      for span in lane.run(assignment.work):
-        span = dataclasses.replace(span, ready_s=_readiness(span, record))
-        spans.append(span)
-        observe(span)
+      keep(lanes[assignment.lane].run(assignment.work))
       # Everything that happened while the lane worked is known before it chooses again.
       for event in _drain(events):
         assignments += take(event)
@@ -117,11 +125,14 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
             f'update {update}: nothing arrived from the rollout side for {stall_timeout_s:.0f} s; {len(waiting)} '
             f'trajectories have not finished, the first is {waiting[:1]}. See the engine log in the run directory; '
             'config.rollout.stall_timeout_s sets the limit') from None
+  keep(lanes[0].finish_shared_prefix(lanes[1:]))
   batch = record.complete()
   rollout_end_s = max(t.reward_s for t in batch.trajectories)
-  normaliser = policy.objective.normaliser(sum(t.scored_tokens for t in batch.trajectories))
-  return UpdateResult(batch, (lane.finish(),), normaliser, tuple(spans), lane.gap, state.skipped, state.wasted, rollout_end_s,
-                      max(learner_end_s, rollout_end_s))
+  learner_end_s = max([learner_end_s, rollout_end_s, *(s.end_s for s in spans)])
+  tokens = sum(t.scored_tokens for t in batch.trajectories)
+  gap = functools.reduce(operator.add, (lane.gap for lane in lanes))
+  return UpdateResult(batch, tuple(lane.finish() for lane in lanes), policy.objective.normaliser(tokens), tuple(spans), gap, tokens,
+                      state.skipped, state.wasted, rollout_end_s, learner_end_s)
 
 
 def _drain(events: EventStream) -> Iterable[types.RolloutEvent | types.Span]:
@@ -132,32 +143,33 @@ def _drain(events: EventStream) -> Iterable[types.RolloutEvent | types.Span]:
       return
 
 
-def _translate(event: types.RolloutEvent | types.Span, update: int, lane: lane_lib.Lane, record: _Batch,
-               forward: bool) -> list[scheduler.Event]:
-  """Rollout events as the scheduler's; registers content with the lane on the way."""
+def _translate(event: types.RolloutEvent | types.Span, update: int, lanes: Sequence[lane_lib.Lane], record: _Batch,
+               policy: scheduler.Policy) -> list[scheduler.Event]:
+  """Rollout events as the scheduler's; hands what is fixed to the lanes on the way (any may come to own the group)."""
   match event:
     case types.RolloutFailed():
       raise types.TsJaxError(f'update {event.update}: {event.message}')
-    case types.Span():
+    case types.TurnFixed() if policy.by_turns:
+      steps = [lane.fix_turn(event.group, event.index, event.turn) for lane in lanes]
+      return [scheduler.TurnReady(event.group, event.index, steps[0])]
+    case types.TurnScored() if policy.by_turns:
+      steps = [lane.score_turn(event.group, event.index, event.turn, event.log_probs) for lane in lanes]
+      return [scheduler.TurnReady(event.group, event.index, steps[0])]
+    case types.Span() | types.TurnFixed() | types.TurnScored():
       return []
-    case types.TurnScored():
-      return []
-    case types.TurnFixed():
-      if not forward:
-        return []
-      lane.register_turn(event.group, event.index, event.turn)
-      return [scheduler.TurnReady(event.group, event.index, event.turn.index + 1)]
   trajectory = event.trajectory
   if trajectory.update != update:
     raise types.TsJaxError(f'update {update} received trajectory {trajectory.key} of another update')
   at = (trajectory.group, trajectory.index)
   if isinstance(event, types.ContentFixed):
-    data = sources.SourceData.of(trajectory)
-    lane.register(*at, data)
+    data = [lane.register(trajectory) for lane in lanes][0]
+    if policy.objective.needs_teacher and data.scored and data.teacher_log_probs is None:
+      raise types.TsJaxError(f'trajectory {trajectory.key} has no teacher log-probs, which the objective needs: was it recorded '
+                             'without a teacher?')
     record.ready_s[at] = trajectory.content_s
-    return [scheduler.ContentReady(*at, scored=data.scored, cost=lane.cost(data))]
+    return [scheduler.ContentReady(*at, scored=data.scored, cost=lanes[0].cost(data))]
   record.trajectories[at] = trajectory
-  return [scheduler.RewardReady(*at, reward=trajectory.reward)]
+  return [scheduler.RewardReady(*at, reward=trajectory.reward)] if policy.objective.needs_rewards else []
 
 
 def _readiness(span: types.Span, record: _Batch) -> float:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ts_jax.kernels import fold
+from ts_jax.models import llama
 from ts_jax.streaming import sources as sources_lib
 from ts_jax.streaming.buckets import Buckets
 from ts_jax.streaming.open_trajectories import OpenTrajectories
@@ -25,8 +26,8 @@ def count(buckets: Buckets, prompt_tokens: Iterable[int], max_tokens: int, rows:
 
 
 def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *, prompt_tokens: Iterable[int],
-            max_tokens: int, rows: Iterable[int], accumulator: str, trajectories: OpenTrajectories | None = None,
-            advance: Callable[[int], None] = lambda _: None) -> None:
+            max_tokens: int, rows: Iterable[int], accumulator: str, shared_tokens: int = 0, teacher: bool = False,
+            trajectories: OpenTrajectories | None = None, advance: Callable[[int], None] = lambda _: None) -> None:
   """Runs each jitted learner function once per shape.
 
   Args:
@@ -37,27 +38,37 @@ def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *,
     max_tokens: longest completion, observations included.
     rows: row counts of packed sources.
     accumulator: 'float32' or 'exact'.
-    trajectories: the lane's, at granularity `forward`.
+    shared_tokens: length of the shared prefix; 0 without one.
+    teacher: the objective needs the teacher's scores.
+    trajectories: the lane's, at granularities `turn` and `forward`.
     advance: told the number of shapes finished.
   """
-  for length in sorted({buckets.pad(n - 1) for n in prompt_tokens}):
-    tokens = np.zeros((1, length), np.int32)
-    boundary = functions.prompt_forward(params, tokens, np.int32(length))
-    adjoint = (jnp.zeros_like(boundary.keys), jnp.zeros_like(boundary.values))
-    gradient = functions.prompt_gradient(params, tokens, np.int32(length), adjoint)
-    jax.block_until_ready(gradient)
+  prompts = sorted(set(prompt_tokens))
+  root, done = functions.root(), set()
+  if shared_tokens:
+    root = _segment(functions, params, buckets, root, shared_tokens, shared_tokens, accumulator)
+  for length in prompts:
+    own = length - 1 - shared_tokens
+    shape = (buckets.pad(own), buckets.pad(length - 1))
+    if shape in done:
+      continue
+    boundary = _segment(functions, params, buckets, root, own, length - 1, accumulator)
+    if shape[1] in {capacity for _, capacity in done}:
+      done.add(shape)
+      continue
+    done.add(shape)
     advance(1)
-    batches = _empty_batches(shapes(buckets, max_tokens, rows))
     if trajectories is None:
+      batches = _empty_batches(shapes(buckets, max_tokens, rows), teacher)
       results = (functions.source_gradient(params, boundary, batch) for batch in batches)
     else:
-      results = trajectories.warm_up(params, boundary, batches)
+      results = trajectories.warm_up(params, boundary)
     for result in results:
       jax.block_until_ready(result)
       advance(1)
     tree = {'params': result.gradient, 'boundary': result.adjoint}
     pair = fold.fold_pair(accumulator, fold.fold_pair(accumulator, None, tree, 0.0), tree, 0.0)
-    total = fold.fold(accumulator, fold.zeros(accumulator, gradient), gradient)
+    total = fold.fold(accumulator, fold.zeros(accumulator, result.gradient), result.gradient)
     part = lambda name: tuple(s.replace(leaves=s.leaves[name]) for s in pair)
     fold.value_reduced(accumulator, part('boundary'), 0.0, 0.0)
     jax.block_until_ready(fold.fold_reduced(accumulator, total, part('params'), 0.0, 0.0))
@@ -65,7 +76,22 @@ def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *,
     jax.block_until_ready(fold.value(accumulator, direct))
 
 
-def _empty_batches(wanted: Iterable[tuple[int, int, int]]) -> Iterator[sources_lib.SourceBatch]:
+def _segment(functions: sources_lib.SourceFunctions, params, buckets: Buckets, parent: llama.Boundary, tokens: int, total: int,
+             accumulator: str) -> llama.Boundary:
+  """Runs a prompt segment of `tokens` tokens behind `parent` both ways; returns its boundary state, for `total` tokens."""
+  ids = np.zeros((1, buckets.pad(tokens)), np.int32)
+  boundary = functions.segment_forward(params, parent, ids, np.int32(tokens), buckets.pad(total))
+  wide = jnp.promote_types(boundary.keys.dtype, jnp.float32)
+  adjoint = (jnp.zeros_like(boundary.keys, wide), jnp.zeros_like(boundary.values, wide))
+  gradient, above = functions.segment_gradient(params, parent, ids, adjoint)
+  if parent.keys.shape[1]:
+    fold.value(accumulator, fold.fold(accumulator, fold.zeros(accumulator, above), above), wide)
+  jax.block_until_ready(gradient)
+  return boundary
+
+
+def _empty_batches(wanted: Iterable[tuple[int, int, int]], teacher: bool) -> Iterator[sources_lib.SourceBatch]:
   for rows, width, scored in wanted:
-    yield sources_lib.SourceBatch(np.zeros((rows, width), np.int32), np.zeros((rows, scored), np.int32),
-                                  np.zeros((rows, scored), np.int32), np.zeros((rows, scored), np.float64))
+    row = lambda dtype: np.zeros((rows, scored), dtype)
+    yield sources_lib.SourceBatch(np.zeros((rows, width), np.int32), row(np.int32), row(np.int32), row(np.float64),
+                                  row(np.float64) if teacher else None)

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
-import signal
-import threading
-from typing import Iterator, NamedTuple
+from typing import NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
 
 from ts_jax import types
-
-
-@contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-  """Delays SIGINT and SIGTERM to the end of the block: a write that is cut in two blocks the next one of the same name."""
-  if threading.current_thread() is not threading.main_thread():  # signals are handled in the main thread alone
-    yield
-    return
-  arrived: list[int] = []
-  handlers = {s: signal.signal(s, lambda number, _: arrived.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
-  try:
-    yield
-  finally:
-    for number, handler in handlers.items():
-      signal.signal(number, handler)
-    if arrived:
-      signal.raise_signal(arrived[0])
+from ts_jax.telemetry import interruption
 
 
 class Checkpoints:
@@ -53,7 +34,7 @@ class Checkpoints:
     if next_update in self._manager.all_steps():
       return
     try:
-      with _signals_wait():
+      with interruption.delayed():
         self._manager.save(next_update, args=ocp.args.StandardSave(state._asdict()))
         self._manager.wait_until_finished()
     except (OSError, ValueError) as e:

@@ -1,0 +1,158 @@
+"""Granularity `forward`: turns run forward on arrival, layers run backward once, at completion.
+
+With a teacher the output head of a turn runs, forward and backward, as soon as the turn's scores are there.  Without one the
+weights wait for the trajectory's length, and so does the head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ts_jax.models import llama, staged as staged_model
+from ts_jax.streaming import open_trajectories, sources as sources_lib, staged
+
+# Turns longer than this run forward in pieces, so that a trajectory needs no more spare room than one piece.
+_PIECE_TOKENS = 128
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add(total, more):
+  return jax.tree.map(jnp.add, total, more)
+
+
+def room(buckets, max_tokens: int) -> int:
+  """Tokens that kept values of one trajectory have room for."""
+  return buckets.pad(max_tokens) + _piece(buckets)
+
+
+def _piece(buckets) -> int:
+  return buckets.pad(min(_PIECE_TOKENS, buckets.lengths[-1]))
+
+
+@dataclasses.dataclass
+class _Open:
+  """Inputs that have run forward, and with a teacher the turns whose head has run."""
+
+  kept: staged_model.Kept
+  inputs: np.ndarray
+  heads: list[sources_lib.SourceData] = dataclasses.field(default_factory=list)
+  head: tuple | None = None  # (gradient, cotangent), summed
+  log_probs: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+
+class ForwardTrajectories(open_trajectories.OpenTrajectories):
+  """Keeps what one backward pass needs."""
+
+  def __init__(self, functions, buckets, max_tokens, teacher=False, keep='all'):
+    """As the base class; `keep`: see `models.staged`."""
+    super().__init__(functions, buckets, max_tokens, teacher)
+    self._keep, self._piece = keep, _piece(buckets)
+    self._room = room(buckets, max_tokens)
+    self._open: dict[open_trajectories.At, _Open] = {}
+
+  def clear(self):
+    super().clear()
+    self._open.clear()
+
+  def drop(self, group):
+    super().drop(group)
+    for at in [at for at in self._open if at[0] == group]:
+      del self._open[at]
+
+  def _steps(self, known):
+    return len(known.turns) + (self._scored(known) if self._teacher else 0)
+
+  def _scored(self, known: open_trajectories.Turns) -> int:
+    return next((i for i in range(len(known.turns)) if known.data(i, True) is None), len(known.turns))
+
+  def advance(self, params, before, prompt, at):
+    known = self._running[at]
+    inputs = np.asarray([before, *known.ids()[:-1]], np.int32)
+    self._check_length(at, len(inputs))
+    state = self._state(prompt, at, inputs)
+    first, len_prompt = len(state.inputs), int(prompt.length)
+    for start in range(first, len(inputs), self._piece):
+      piece = inputs[start:min(start + self._piece, len(inputs))]
+      padded = np.zeros((1, self._buckets.pad(len(piece))), np.int32)
+      padded[0, :len(piece)] = piece
+      pasts, behind = self._pasts(prompt, state.kept.memory.keys.shape[1]), len_prompt + start
+      past = next(n for n in pasts if n >= behind)
+      state.kept = staged.turn_forward(self._functions, params, state.kept, padded, np.int32(len(piece)), past)
+      state.inputs = inputs[:start + len(piece)]
+    if self._teacher:
+      for index in range(len(state.heads), self._scored(known)):
+        self._head(params, state, known.data(index, True))
+    jax.block_until_ready((state.kept.hidden, state.head))
+    return len(inputs) - first
+
+  def gradient(self, params, before, prompt, at, weight):
+    self.advance(params, before, prompt, at)
+    state, known = self._open.pop(at), self._running[at]
+    tokens = np.zeros((1, self._buckets.pad(len(state.inputs))), np.int32)
+    tokens[0, :len(state.inputs)] = state.inputs
+    if self._teacher:
+      result = staged.complete_source(self._functions, params, state.kept, tokens, prompt, *state.head)
+      return sources_lib.SourceResult(*result, np.concatenate(state.log_probs)[None])
+    turns = [known.data(i, False) for i in range(len(known.turns))]
+    mask, goal = np.concatenate([t.mask for t in turns]), np.concatenate([t.completion for t in turns])
+    scored = np.flatnonzero(mask)
+    positions, targets, weights = self._scored_row(scored, goal[scored], tokens.shape[1], weight)
+    return staged.source_gradient(self._functions, params, state.kept, tokens, prompt, positions, targets, weights)
+
+  def warm_up(self, params, prompt):
+    for length in self._buckets.up_to(self._piece):
+      for past in self._pasts(prompt, prompt.keys.shape[1] + self._room):
+        kept = staged.begin(self._functions, prompt, self._room, self._keep)
+        staged.turn_forward(self._functions, params, kept, np.zeros((1, length), np.int32), np.int32(length), past)
+    kept, nothing = staged.begin(self._functions, prompt, self._room, self._keep), np.zeros(0, np.int32)
+    if self._teacher:
+      for length in self._buckets.up_to(self.max_tokens):
+        row = self._scored_row(nothing, nothing, 2 * length, 0.0)
+        head = staged.head_gradient(self._functions, params, kept.hidden, *row, np.zeros(length))
+      _add((head.gradient, head.cotangent), (head.gradient, head.cotangent))
+      head = staged.head_gradient(self._functions, params, kept.hidden, *row, np.zeros(length))
+    for tokens, scored in self._scored_shapes():
+      zeros = np.zeros((1, tokens), np.int32)
+      if self._teacher:
+        result = staged.complete_source(self._functions, params, kept, zeros, prompt, head.gradient, head.cotangent)
+        yield sources_lib.SourceResult(*result, np.zeros((1, 1)))
+      else:
+        row = self._scored_row(nothing, nothing, 2 * scored, 0.0)
+        yield staged.source_gradient(self._functions, params, kept, zeros, prompt, *row)
+
+  def _state(self, prompt: llama.Boundary, at: open_trajectories.At, inputs: np.ndarray) -> _Open:
+    """What has been done of this attempt; starts over where another attempt's turns were done."""
+    state, known = self._open.get(at), self._running[at]
+    if state is not None and np.array_equal(inputs[:len(state.inputs)], state.inputs):
+      scores = [known.data(i, True) if i < len(known.turns) else None for i in range(len(state.heads))]
+      if all(now is not None and np.array_equal(now.teacher_log_probs, then.teacher_log_probs) for now, then in zip(scores, state.heads)):
+        return state
+    self._open[at] = _Open(staged.begin(self._functions, prompt, self._room, self._keep), inputs[:0])
+    return self._open[at]
+
+  def _scored_row(self, positions: np.ndarray, targets: np.ndarray, length: int, weight: float):
+    """Padded (positions, targets, weights) of the output head; padded positions point behind what is kept."""
+    scored = self._buckets.pad_scored(len(positions), length)
+    row = np.full(scored, self._room, np.int32), np.zeros(scored, np.int32), np.zeros(scored)
+    for padded, values in zip(row, (positions, targets, weight)):
+      padded[:len(positions)] = values
+    return row
+
+  def _head(self, params, state: _Open, data: sources_lib.SourceData) -> None:
+    start = sum(d.tokens for d in state.heads)
+    state.heads.append(data)
+    at = np.flatnonzero(data.mask)
+    if not len(at):
+      return
+    row = self._scored_row(start + at, data.completion[at], 2 * self._buckets.pad(len(at)), 1.0)
+    teacher = np.zeros(len(row[0]))
+    teacher[:len(at)] = sources_lib.teacher_scores(data, at)
+    result = staged.head_gradient(self._functions, params, state.kept.hidden, *row, teacher)
+    head = (result.gradient, result.cotangent)
+    state.head = head if state.head is None else _add(state.head, head)
+    state.log_probs.append(np.asarray(result.log_probs)[:len(at)])
