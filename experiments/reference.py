@@ -5,7 +5,8 @@ ts_jax.models.llama beyond the parameter names.
 
 In float32 its rounding follows the student's as far as the forward pass goes (same formulas, sequences padded to the same
 multiples): a gradient amplifies the rounding of the forward pass fiftyfold, and a comparison with another order of sums
-would measure the precision of the backend's matrix products and nothing else.
+would measure the precision of the backend's matrix products and nothing else.  Its backward pass is evaluated in float64,
+operation by operation: what remains of the difference is the rounding of the student's own backward pass.
 """
 
 from __future__ import annotations
@@ -20,6 +21,21 @@ import numpy as np
 BLOCK = 64
 
 
+def _precise(operation):
+  """The operation, with a backward pass evaluated in float64 at the values of the forward pass and rounded once."""
+  wide = lambda x: x.astype(jnp.float64)
+
+  @jax.custom_vjp
+  def apply(*args):
+    return operation(*args)
+
+  def backward(args, cotangent):
+    return tuple(g.astype(x.dtype) for g, x in zip(jax.vjp(operation, *map(wide, args))[1](wide(cotangent)), args))
+
+  apply.defvjp(lambda *args: (operation(*args), args), backward)
+  return apply
+
+
 def logits(config, params, tokens, positions, rotary):
   """Logits [S, V] at `positions` of one sequence [T], layer by layer; rotary angles in the dtype `rotary`."""
   dtype = params['embed']['embedding'].dtype
@@ -28,16 +44,20 @@ def logits(config, params, tokens, positions, rotary):
   angles = jnp.arange(length, dtype=rotary)[:, None, None] / config.rope_base**exponents
   cos, sin = jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
 
+  @_precise
   def norm(x, scale):
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.rms_eps) * scale
 
-  def dense(x, p):
-    return jnp.einsum('tk,kn->tn', x, p['kernel'])
+  product = _precise(lambda x, kernel: jnp.einsum('tk,kn->tn', x, kernel))
+  dense = lambda x, p: product(x, p['kernel'])
+  turn = lambda x: rotate(x, cos, sin)
 
-  def turn(x):  # [T, heads, head_dim]
+  @_precise
+  def rotate(x, cos, sin):  # [T, heads, head_dim]
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
+  @_precise
   def attend(q, k, v):  # by blocks of queries; heads that share a key/value head are rows of one product
     context, group = [], config.heads // config.kv_heads
     for start in range(0, length, BLOCK):
@@ -51,6 +71,8 @@ def logits(config, params, tokens, positions, rotary):
       context.append(seen.transpose(2, 0, 1, 3).reshape(-1, config.heads * config.head_dim))
     return jnp.concatenate(context)
 
+  gated = _precise(lambda gate, up: jax.nn.silu(gate) * up)
+
   def layer(x, p):
     y = norm(x, p['attn_norm']['scale'])
     q = turn(dense(y, p['q']).reshape(length, config.heads, config.head_dim))
@@ -58,20 +80,21 @@ def logits(config, params, tokens, positions, rotary):
     v = dense(y, p['v']).reshape(length, config.kv_heads, config.head_dim)
     x = x + dense(attend(q, k, v), p['o'])
     y = norm(x, p['mlp_norm']['scale'])
-    return x + dense(jax.nn.silu(dense(y, p['gate'])) * dense(y, p['up']), p['down']), None
+    return x + dense(gated(dense(y, p['gate']), dense(y, p['up'])), p['down']), None
 
   x, _ = jax.lax.scan(layer, params['embed']['embedding'][tokens], params['layers'])
   head = params['head']['kernel'].T if 'head' in params else params['embed']['embedding']
-  return jnp.einsum('td,vd->tv', norm(x, params['final_norm']['scale'])[positions], head)
+  scores = _precise(lambda hidden, head: jnp.einsum('td,vd->tv', hidden, head))
+  return scores(norm(x, params['final_norm']['scale'])[positions], head)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6))
 def _weighted_gradient(config, params, tokens, positions, targets, weights, rotary):
   """Autodiff up to the logits, then d log softmax by its formula."""
   scores, pullback = jax.vjp(lambda p: logits(config, p, tokens, positions, rotary), params)
-  weights = weights.astype(scores.dtype)[:, None]
   onehot = targets[:, None] == jnp.arange(scores.shape[1])
-  gradient, = pullback(weights * (onehot - jax.nn.softmax(scores, axis=-1)))
+  cotangent = weights[:, None] * (onehot - jax.nn.softmax(scores.astype(jnp.float64), axis=-1))
+  gradient, = pullback(cotangent.astype(scores.dtype))
   return gradient, jax.nn.log_softmax(scores, axis=-1)[jnp.arange(len(targets)), targets]
 
 
@@ -94,9 +117,10 @@ def weighted_gradient(config, params, trajectory, weights, rotary=None):
   at = np.flatnonzero((False,) * len(trajectory.prompt_ids) + trajectory.completion_mask).astype(np.int32)
   inputs = np.concatenate([tokens[:-1], np.zeros(-(len(tokens) - 1) % BLOCK, np.int32)])
   room = (0, -len(at) % 16)  # few distinct shapes: each is compiled
-  gradient, log_probs = _weighted_gradient(
-      config, params, inputs, np.pad(at - 1, room), np.pad(tokens[at], room), np.pad(np.asarray(weights, np.float64), room),
-      rotary or str(params['embed']['embedding'].dtype))
+  with jax.enable_x64(True):
+    gradient, log_probs = _weighted_gradient(
+        config, params, inputs, np.pad(at - 1, room), np.pad(tokens[at], room), np.pad(np.asarray(weights, np.float64), room),
+        rotary or str(params['embed']['embedding'].dtype))
   return gradient, log_probs[:len(at)]
 
 

@@ -1,10 +1,12 @@
 """Nothing compiles once training runs."""
 
 import numpy as np
+import pytest
 
 from experiments import offline
 from tests.streaming import cases
-from ts_jax.streaming import buckets as buckets_lib, forward_trajectories, lane as lane_lib, scheduler, sources, staged, warmup
+from ts_jax.objectives import distillation, policy_gradient
+from ts_jax.streaming import buckets as buckets_lib, lane as lane_lib, scheduler, sources, staged, warmup
 
 
 def test_no_compilation_after_warm_up():
@@ -29,16 +31,20 @@ def test_shapes_cover_half_and_whole_scored_positions():
   assert warmup.shapes(buckets_lib.Buckets((8, 16)), 10, (1,)) == [(1, 8, 4), (1, 8, 8), (1, 16, 8), (1, 16, 16)]
 
 
-def test_no_compilation_after_warm_up_when_turns_run_forward():
-  buckets, longest = buckets_lib.Buckets((12, 24)), 20
-  functions, params = sources.SourceFunctions(cases.TINY), cases.tiny_params('float32')
-  trajectories = forward_trajectories.ForwardTrajectories(functions, buckets, longest)
-  batch = offline.random_batch(np.random.default_rng(0), groups=2)
-  warmup.warm_up(functions, params, buckets, prompt_tokens=[len(g.prompt_ids) for g in batch.groups], max_tokens=longest, rows=(1,),
-                 accumulator='float32', trajectories=trajectories)
-  jitted = (staged.begin, staged.turn_forward, staged.source_gradient, sources._segment_forward, sources._segment_gradient)
+@pytest.mark.parametrize('granularity', ['turn', 'forward'])
+@pytest.mark.parametrize('objective', [policy_gradient.PolicyGradient(), distillation.Distillation()], ids=['grpo', 'opd'])
+def test_no_compilation_after_warm_up_when_turns_are_worked_on(granularity, objective):
+  buckets, params, teacher = buckets_lib.Buckets((24,)), cases.tiny_params('float32'), objective.needs_teacher
+  policy = scheduler.Policy(granularity, admission_cap=2, kept_cap=3, objective=objective)
+  batch = offline.random_batch(np.random.default_rng(0), groups=2, teacher=teacher, shared=9)
+  shared = lane_lib.shared_prefix([g.prompt_ids for g in batch.groups], at_least=1)
+  learner = cases.make_lane(policy=policy, buckets=buckets, shared=shared)
+  warmup.warm_up(sources.SourceFunctions(cases.TINY), params, buckets, prompt_tokens=[len(g.prompt_ids) for g in batch.groups],
+                 max_tokens=20, rows=(1,), accumulator='float32', shared_tokens=len(shared), teacher=teacher,
+                 trajectories=learner._trajectories)
+  jitted = (staged.begin, staged.turn_forward, staged.source_gradient, staged.head_gradient, staged.complete_source, sources._turn_gradient,
+            sources._segment_forward, sources._segment_gradient)
   before = [f._cache_size() for f in jitted]
-  learner = lane_lib.Lane(0, functions, buckets, accumulator='float32', reward_centre=0.75, trajectories=trajectories)
   for order in range(3):
-    offline.batch_direction(batch, params, [learner], cases.FORWARD, 'float32', order)
+    offline.batch_direction(batch, params, [learner], policy, 'float32', order)
   assert [f._cache_size() for f in jitted] == before

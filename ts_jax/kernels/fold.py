@@ -161,11 +161,13 @@ def value_reduced(kind: str, pair: tuple[Sum, Sum], shift: float, scale: float, 
 def add(kind: str, total: Sum, other: Sum) -> Sum:
   """Sum of two sums (lanes meeting at the barrier), where `total` is; consumes `total`."""
   with _precision(kind):
-    return _add(kind, total, jax.device_put(other, total.bound.sharding))
+    return _add(kind, total, place(kind, other, total.bound))
 
 
 def place(kind: str, total: Sum, like: Array) -> Sum:
   """The sum, where `like` is."""
+  if total.bound.devices() == like.devices():
+    return total
   with _precision(kind):
     return jax.device_put(total, like.sharding)
 

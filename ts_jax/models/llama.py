@@ -14,7 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from ts_jax.kernels import attention
+from ts_jax.kernels import attention, products
 from ts_jax.models.config import ModelConfig
 
 Array = jax.Array
@@ -50,7 +50,8 @@ class RMSNorm(nn.Module):
 
 
 def _dense(name: str, features: int, x: Array) -> Array:
-  return nn.Dense(features, use_bias=False, dtype=x.dtype, name=name)(x)
+  dot = lambda x, kernel, *_, **__: products.dense(x, kernel)
+  return nn.Dense(features, use_bias=False, dtype=x.dtype, name=name, dot_general=dot)(x)
 
 
 class AttentionInput(nn.Module):

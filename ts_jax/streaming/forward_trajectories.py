@@ -110,16 +110,16 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
         kept = staged.begin(self._functions, prompt, self._room, self._keep)
         staged.turn_forward(self._functions, params, kept, np.zeros((1, length), np.int32), np.int32(length), past)
     kept, nothing = staged.begin(self._functions, prompt, self._room, self._keep), np.zeros(0, np.int32)
+    head = None
     if self._teacher:
       for length in self._buckets.up_to(self.max_tokens):
         row = self._scored_row(nothing, nothing, 2 * length, 0.0)
-        head = staged.head_gradient(self._functions, params, kept.hidden, *row, np.zeros(length))
-      _add((head.gradient, head.cotangent), (head.gradient, head.cotangent))
-      head = staged.head_gradient(self._functions, params, kept.hidden, *row, np.zeros(length))
+        result = staged.head_gradient(self._functions, params, kept.hidden, *row, np.zeros(length))
+        head = (result.gradient, result.cotangent) if head is None else _add(head, (result.gradient, result.cotangent))
     for tokens, scored in self._scored_shapes():
       zeros = np.zeros((1, tokens), np.int32)
       if self._teacher:
-        result = staged.complete_source(self._functions, params, kept, zeros, prompt, head.gradient, head.cotangent)
+        result = staged.complete_source(self._functions, params, kept, zeros, prompt, *head)
         yield sources_lib.SourceResult(*result, np.zeros((1, 1)))
       else:
         row = self._scored_row(nothing, nothing, 2 * scored, 0.0)
