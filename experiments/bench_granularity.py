@@ -36,7 +36,6 @@ def main() -> None:
   import jax
   import jax.numpy as jnp
   from experiments import wiring
-  from ts_jax.kernels import fold
   from ts_jax import types
   from ts_jax.models import source, staged as staged_model, weights
   from ts_jax.streaming import forward_trajectories, host_memory, sources, turn_trajectories

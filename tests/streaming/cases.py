@@ -7,7 +7,6 @@ import jax
 from experiments import offline
 from ts_jax.models import llama
 from ts_jax.models.config import ModelConfig
-from ts_jax.objectives import policy_gradient
 from ts_jax.streaming import forward_trajectories, lane as lane_lib, scheduler, sources, turn_trajectories
 from ts_jax.streaming.buckets import Buckets
 

@@ -53,16 +53,6 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
     super().__init__(functions, buckets, max_tokens, teacher)
     self._keep, self._piece = keep, _piece(buckets)
     self._room = room(buckets, max_tokens)
-    self._open: dict[open_trajectories.At, _Open] = {}
-
-  def clear(self):
-    super().clear()
-    self._open.clear()
-
-  def drop(self, group):
-    super().drop(group)
-    for at in [at for at in self._open if at[0] == group]:
-      del self._open[at]
 
   def _steps(self, known):
     return len(known.turns) + (self._scored(known) if self._teacher else 0)

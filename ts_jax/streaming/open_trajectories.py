@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Iterable, Iterator, Sequence
+from typing import Any, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -60,15 +60,18 @@ class OpenTrajectories(abc.ABC):
     self._functions, self._buckets, self._teacher = functions, buckets, teacher
     self.max_tokens = buckets.pad(max_tokens)
     self._running: dict[At, Turns] = {}
+    self._open: dict[At, Any] = {}  # early work, each kind its own
 
   def clear(self) -> None:
     """Forgets everything (a new update)."""
     self._running.clear()
+    self._open.clear()
 
   def drop(self, group: int) -> None:
     """Forgets a closed group's trajectories."""
-    for at in [at for at in self._running if at[0] == group]:
-      del self._running[at]
+    for table in (self._running, self._open):
+      for at in [at for at in table if at[0] == group]:
+        del table[at]
 
   def fix(self, at: At, turn: types.Turn) -> None:
     """Takes one more turn; an earlier index begins another attempt."""

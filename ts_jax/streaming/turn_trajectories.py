@@ -57,19 +57,6 @@ class _Open:
 class TurnTrajectories(open_trajectories.OpenTrajectories):
   """Differentiates turns one by one."""
 
-  def __init__(self, functions, buckets, max_tokens, teacher=False):
-    super().__init__(functions, buckets, max_tokens, teacher)
-    self._open: dict[open_trajectories.At, _Open] = {}
-
-  def clear(self):
-    super().clear()
-    self._open.clear()
-
-  def drop(self, group):
-    super().drop(group)
-    for at in [at for at in self._open if at[0] == group]:
-      del self._open[at]
-
   def _steps(self, known):
     return next((i for i in range(len(known.turns)) if known.data(i, self._teacher) is None), len(known.turns))
 
