@@ -60,7 +60,7 @@ def get_config() -> config_dict.ConfigDict:
           timeout_s=600.0,  # deadline of one score, restarts of the engine included
       ),
       objective=config_dict.create(
-          name='grpo',  # or 'dr_grpo', 'rloo', 'reinforce' (the group's mean as baseline)
+          name='grpo',  # or 'dr_grpo', 'rloo', 'reinforce' (the group's mean as baseline), 'opd' (see `teacher`)
           aggregation='',  # 'sequence', 'trajectory', 'constant' (max_trajectory_tokens), 'token'; empty: the objective's own
           epsilon=1e-6,  # added to the group's standard deviation
           reward_centre=0.75,  # middle of the reward range; streamed statistics are taken about it
@@ -70,7 +70,7 @@ def get_config() -> config_dict.ConfigDict:
           learning_rate=1e-6, b1=0.9, b2=0.999, epsilon=1e-8, weight_decay=0.0, max_norm=1.0, moment_dtype='float32'),
       schedule=config_dict.create(
           name='thundersync',  # or 'sync'
-          granularity='trajectory',  # or 'forward': turns run forward as they arrive, one backward pass at completion
+          granularity='trajectory',  # or 'group', 'turn' (differentiated as they arrive), 'forward' (turns run forward as they arrive)
           accumulator='float32',  # or 'exact': bitwise independent of arrival order
           admission_cap=4,  # groups that may hold statistics at once
           pack_rows=(4, 1),  # sources of a group run together once their advantages are known (float32 only)
@@ -79,7 +79,7 @@ def get_config() -> config_dict.ConfigDict:
           cores='auto',  # 'auto': the lower half of this process's cores
           buckets=(64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
           keep='all',  # of turns run forward: 'all', or 'inputs' of layers (a sixth of the memory; layers run forward again)
-          kept_mb=2048,  # memory for that; trajectories beyond it run forward at completion
+          kept_mb=2048,  # memory for running trajectories at 'turn' and 'forward'; those beyond it are worked on at completion
           remat_tokens=2048,  # longer segments recompute their layers in the backward pass
       ),
       evaluation=config_dict.create(

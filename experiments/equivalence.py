@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ml_collections import config_flags
 import numpy as np
 
-from experiments import cli, offline, recording, reference, wiring
+from experiments import cli, learner, offline, recording, reference, wiring
 from ts_jax import types
 from ts_jax.models import llama
 from ts_jax.models.config import ModelConfig
@@ -29,7 +29,7 @@ from ts_jax.telemetry import progress as progress_lib
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Model, tasks and batch sizes; see configs/.', lock_config=True)
 _RECORDING = flags.DEFINE_string('recording', 'runs/recording', 'Folder of the recorded batches.')
-_GROUPS = flags.DEFINE_integer('groups', 6, 'Recorded groups with a reward difference to compare.')
+_GROUPS = flags.DEFINE_integer('groups', 3, 'Recorded groups with a reward difference to compare.')
 _ORDERS = flags.DEFINE_integer('orders', 20, 'Random arrival orders whose parameters must have equal bits.')
 flags.mark_flags_as_required(['config'])
 
@@ -105,17 +105,17 @@ def student_errors(config, student: wiring.Student, batch: types.LogicalBatch) -
     against 'independent'; 'forward': as 'whole', for thundersync with turns run forward on arrival, whose backward pass from
     kept values is compiled differently.
   """
-  params, objective, functions = student.params(), wiring.objective(config), wiring.functions(config, student)
+  params, objective, functions = student.params(), learner.objective(config), learner.functions(config, student)
   longest = max(len(t.completion_ids) for t in batch.trajectories)
   policy = scheduler.Policy(admission_cap=config.schedule.admission_cap, objective=objective, kept_cap=_KEPT_CAP)
   policies = [dataclasses.replace(policy, granularity='batch'), policy, dataclasses.replace(policy, granularity='forward')]
-  buckets, shared = Buckets(tuple(config.learner.buckets)), wiring.shared_prefix(g.prompt_ids for g in batch.groups)
+  buckets, shared = learner.buckets(config), lane_lib.shared_prefix([g.prompt_ids for g in batch.groups])
   whole = offline.flat(whole_sequence_direction(functions, params, batch, objective))
   independent = offline.flat(reference.grpo_direction(student.config, params, batch, objective.epsilon))
   worst = {'whole': 0.0, 'independent': 0.0, 'cosine': 0.0, 'forward': 0.0}
   for policy in policies:
     trajectories = forward_trajectories.ForwardTrajectories(functions, buckets, longest) if policy.by_turns else None
-    lane = wiring.learner_lane(config, student, trajectories, shared)
+    lane = learner.lane(config, student, trajectories, shared)
     got = offline.flat(offline.batch_direction(batch, params, [lane], policy, 'float32')[0])
     # 1 - cos from the difference of unit vectors: 1 - dot would cancel to the rounding of the dot product.
     cosine = 0.5 * float(np.sum((got / np.linalg.norm(got) - independent / np.linalg.norm(independent))**2))
@@ -130,16 +130,15 @@ def student_errors(config, student: wiring.Student, batch: types.LogicalBatch) -
 
 def equal_bits(config, student: wiring.Student, batch: types.LogicalBatch, orders: int) -> tuple[bool, int]:
   """With the exact accumulator: (sync and thundersync give the same parameter bits, number of orders that do too)."""
-  optimizer = wiring.optimizer(config)
-  functions = wiring.functions(config, student)
-  lane = lane_lib.Lane(0, functions, Buckets(tuple(config.learner.buckets)), accumulator='exact',
-                       reward_centre=config.objective.reward_centre, objective=wiring.objective(config),
-                       shared_prefix=wiring.shared_prefix(g.prompt_ids for g in batch.groups))
+  optimizer = learner.optimizer(config)
+  lane = lane_lib.Lane(0, learner.functions(config, student), learner.buckets(config), accumulator='exact',
+                       reward_centre=config.objective.reward_centre, objective=learner.objective(config),
+                       shared_prefix=lane_lib.shared_prefix([g.prompt_ids for g in batch.groups]))
 
   def new_parameters(streaming: bool, order: int) -> bytes:
     state = barrier.init(optimizer, student.params())
     policy = scheduler.Policy(granularity='trajectory' if streaming else 'batch', direct=False, admission_cap=_EXACT_CAP,
-                              objective=wiring.objective(config))
+                              objective=learner.objective(config))
     direction, _ = offline.batch_direction(batch, state.params, [lane], policy, 'exact', order_seed=order)
     state, _ = barrier.apply(optimizer, state, direction)
     return offline.bits(state.params)

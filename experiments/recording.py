@@ -7,7 +7,7 @@ import os
 import pathlib
 from typing import Sequence
 
-from experiments import wiring
+from experiments import engines as engines_lib, wiring
 from ts_jax import types
 from ts_jax.models import weights
 from ts_jax.telemetry import progress as progress_lib, rundir
@@ -47,11 +47,14 @@ def _sample(config, run: rundir.RunDirectory, updates: list[int], engine_cores: 
   with contextlib.ExitStack() as stack:
     box = stack.enter_context(wiring.sandbox(config))
     tasks = wiring.load_tasks(config, run.path, student)
-    exchange = stack.enter_context(wiring.exchange_folder(config, student, run.path))
-    engines = stack.enter_context(wiring.engines(config, student, engine_cores, run.logs, exchange, cache))
+    exchange = stack.enter_context(engines_lib.exchange_folder(config, student, run.path))
+    engines = stack.enter_context(engines_lib.rollout_engines(config, student, engine_cores, run.logs, exchange, cache))
+    teacher = engines_lib.load_teacher(config, student, engine_cores, sorted(os.sched_getaffinity(0)))
+    teachers = stack.enter_context(engines_lib.teachers(config, teacher, run.logs, cache))
     engines.wait_started()
+    teachers.wait_started()
     engines.publisher.publish(student.params(), student.config, 0)
-    agents = stack.enter_context(wiring.agent_pool(config, student, box, engines.clients, events.append))
+    agents = stack.enter_context(wiring.agent_pool(config, student, box, engines.clients, events.append, teachers.clients))
     run.write_manifest({**rundir.environment_facts(), 'model': config.model.source, 'model_folder': str(student.folder),
                         'model_checksum': weights.weights_checksum(student.folder),
                         'task_families': {t.task_id: t.family for t in tasks.all}, 'sandbox': box.backend.description,

@@ -8,7 +8,6 @@ optimizer step; the bound is (R + L + P) / (max(R, L) + P).
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -20,10 +19,9 @@ import jax
 from ml_collections import config_flags
 import numpy as np
 
-from experiments import cli, recording, wiring
+from experiments import cli, learner, recording, wiring
 from ts_jax.rollout import replay as replay_lib
-from ts_jax.streaming import barrier, host_memory, update as update_lib, warmup
-from ts_jax.streaming.buckets import Buckets
+from ts_jax.streaming import barrier, host_memory, update as update_lib
 from ts_jax.telemetry import progress as progress_lib
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Model, tasks and batch sizes; see configs/.', lock_config=True)
@@ -45,7 +43,7 @@ def step(config, lane, state, policy, trajectories, scale: float):
   rollout = result.rollout_end_s - begin
   service = sum(s.end_s - s.start_s for s in result.spans)
   del result
-  state, _ = barrier.apply(wiring.optimizer(config), state, direction)
+  state, _ = barrier.apply(learner.optimizer(config), state, direction)
   jax.block_until_ready(state.params)
   end = time.time()
   replayer.close()
@@ -57,22 +55,14 @@ def measure(config, folder: pathlib.Path) -> dict[str, float]:
   student = wiring.load_student(config)
   run = recording.record(config, folder, _BATCHES.value)
   batches = [run.read_trajectories(k) for k in range(_BATCHES.value)]
-  buckets = Buckets(tuple(config.learner.buckets))
-  state = barrier.init(wiring.optimizer(config), student.params())
+  state = barrier.init(learner.optimizer(config), student.params())
   flat = [t for b in batches for t in b]
-  prompts, longest = {len(t.prompt_ids) for t in flat}, max(len(t.completion_ids) for t in flat)
+  prompts, longest = {t.prompt_ids for t in flat}, max(len(t.completion_ids) for t in flat)
   # Sync does its cheapest pass, whatever granularity is configured.
-  streamed = wiring.policy(config, student, longest)
-  policies = {'sync': dataclasses.replace(streamed, granularity='batch', forward=False), 'thundersync': streamed}
-  lanes = {}
-  for name, policy in policies.items():
-    trajectories = wiring.open_trajectories(config, student, longest) if policy.by_turns else None
-    lanes[name] = wiring.learner_lane(config, student, trajectories)
-    shapes = warmup.count(buckets, prompts, longest, policy.pack_rows)
-    with progress_lib.Progress(shapes, f'compile {name}', 'shapes') as compiling:
-      warmup.warm_up(wiring.functions(config, student), state.params, buckets, prompt_tokens=prompts, max_tokens=longest,
-                     rows=policy.pack_rows, accumulator=config.schedule.accumulator, trajectories=trajectories,
-                     advance=compiling.advance)
+  streamed = learner.with_memory(learner.policy(config), config, student, longest)
+  policies = {'sync': learner.policy(_cheapest_sync(config)), 'thundersync': streamed}
+  lanes = {name: learner.prepared_lane(config, student, policy, state.params, prompts, longest, f'compile {name}')
+           for name, policy in policies.items()}
 
   # Balance: one Sync update per batch with all rewards at once measures L; recorded times are scaled to it.
   scales = []
@@ -98,6 +88,13 @@ def measure(config, folder: pathlib.Path) -> dict[str, float]:
   print(f'R {rollout:.2f} s, L {service:.2f} s (thundersync {stream_service:.2f} s), P {suffix:.2f} s; {len(flat)} trajectories')
   print(f'step: sync {sync_step:.2f} s, thundersync {stream_step:.2f} s; speedup {speedup:.2f} of a bound of {bound:.2f}')
   return {'speedup': speedup, 'bound': bound, 'fraction_of_bound': speedup / bound, 'rollout_over_learner': rollout / service}
+
+
+def _cheapest_sync(config):
+  """The config with Sync, which packs where it may."""
+  sync = config.copy_and_resolve_references()
+  sync.schedule.update(name='sync', granularity='trajectory')
+  return sync
 
 
 def main() -> None:

@@ -87,18 +87,18 @@ def train(config, workdir: pathlib.Path) -> dict:
 
 def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.ExitStack) -> dict:
   import jax
+  from experiments import engines as engines_lib, learner
   from ts_jax.evaluation import attempts
   from ts_jax.models import weights
   from ts_jax.rollout import replay as replay_lib
-  from ts_jax.streaming import barrier, host_memory, update as update_lib, warmup
-  from ts_jax.streaming.buckets import Buckets
+  from ts_jax.streaming import barrier, host_memory, update as update_lib
   from ts_jax.telemetry import checkpoints as checkpoints_lib, interruption, metrics, progress as progress_lib, report, rundir
 
   # ---- What could be wrong is checked first -------------------------------------------------------------------------
-  policy, optimizer = wiring.policy(config), wiring.optimizer(config)
+  policy, optimizer = learner.policy(config), learner.optimizer(config)
   student = wiring.load_student(config)
   replaying = bool(config.rollout.replay)
-  teacher = None if replaying else wiring.load_teacher(config, student, engine_cores, sorted(everything))
+  teacher = None if replaying else engines_lib.load_teacher(config, student, engine_cores, sorted(everything))
   box = None if replaying else stack.enter_context(wiring.sandbox(config))
   run = stack.enter_context(rundir.RunDirectory(workdir))
   resumed = run.open(config)
@@ -113,7 +113,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     families = {t.task_id: t.family for t in tasks.all}
     family_of = families.__getitem__
 
-  print(wiring.describe(config, student, tasks, box, engine_cores, teacher), file=sys.stderr)
+  print(wiring.describe(config, student, tasks, box, engine_cores, teacher.description if teacher else ''), file=sys.stderr)
 
   # ---- Engines start in the background while the learner compiles ------------------------------------------------------
   host_memory.keep_freed_memory()
@@ -124,9 +124,9 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     replayer = replay_lib.Replayer(events.put_nowait, config.rollout.replay_scale, events.put_nowait)
     stack.callback(replayer.close)
   else:
-    exchange = stack.enter_context(wiring.exchange_folder(config, student, workdir))
-    engines = stack.enter_context(wiring.engines(config, student, engine_cores, run.logs, exchange, cache))
-    scorers = stack.enter_context(wiring.teacher(config, teacher, run.logs, cache))
+    exchange = stack.enter_context(engines_lib.exchange_folder(config, student, workdir))
+    engines = stack.enter_context(engines_lib.rollout_engines(config, student, engine_cores, run.logs, exchange, cache))
+    teachers = stack.enter_context(engines_lib.teachers(config, teacher, run.logs, cache))
 
   state = barrier.init(optimizer, student.params())
   checkpoints = checkpoints_lib.Checkpoints(run.checkpoints, config.checkpoint.keep)
@@ -152,30 +152,21 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
                               f'{recording.updates_with_trajectories()}; set config.updates accordingly')
     return trajectories
 
-  buckets = Buckets(tuple(config.learner.buckets))
   if replaying:
-    replayed = [t for k in range(first, config.updates) for t in recorded(k)]
-    prompt_tokens = {len(t.prompt_ids) for t in replayed}
-    longest = max(len(t.completion_ids) for t in replayed)
+    everything_recorded = [t for k in recording.updates_with_trajectories() for t in recording.read_trajectories(k)]
+    for k in range(first, config.updates):
+      recorded(k)  # that they are there
+    prompts, longest = {t.prompt_ids for t in everything_recorded}, max(len(t.completion_ids) for t in everything_recorded)
   else:
-    prompt_tokens = {len(p) for p in tasks.prompts.values()}
-    longest = wiring.max_completion_tokens(config)
-  policy = wiring.with_memory(policy, config, student, longest)
-  open_trajectories = wiring.open_trajectories(config, student, longest)
-  shared = wiring.shared_prefix({t.prompt_ids for t in replayed} if replaying else tasks.prompts.values())
-  lane = wiring.learner_lane(config, student, open_trajectories, shared)
-  shapes = warmup.count(buckets, prompt_tokens, longest, policy.pack_rows)
-  with progress_lib.Progress(shapes, 'compile learner', 'shapes') as compiling:
-    warmup.warm_up(wiring.functions(config, student), state.params, buckets, prompt_tokens=prompt_tokens, max_tokens=longest,
-                   rows=policy.pack_rows, accumulator=config.schedule.accumulator,
-                   shared_tokens=len(shared), teacher=policy.objective.needs_teacher, trajectories=open_trajectories,
-                   advance=compiling.advance)
+    prompts, longest = tasks.prompts.values(), learner.max_completion_tokens(config)
+  policy = learner.with_memory(policy, config, student, longest)
+  lane = learner.prepared_lane(config, student, policy, state.params, prompts, longest)
 
   if engines is not None:
     engines.wait_started()
-    scorers.wait_started()
+    teachers.wait_started()
     engines.publisher.publish(state.params, student.config, state.policy_version)
-    agents = wiring.agent_pool(config, student, box, engines.clients, events.put_nowait, scorers.clients)
+    agents = wiring.agent_pool(config, student, box, engines.clients, events.put_nowait, teachers.clients)
     stack.enter_context(agents)
 
   # ---- Training -------------------------------------------------------------------------------------------------------

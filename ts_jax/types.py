@@ -373,7 +373,7 @@ class Span(Record):
   """One interval of work, for release traces and timelines.
 
   Attributes:
-    kind: 'engine', 'tool', 'teacher', 'verify', 'forward', 'source', 'prompt', 'fold', 'reduce', 'optimizer', 'publish', 'compile'.
+    kind: 'engine', 'tool', 'teacher', 'verify', 'forward', 'turn', 'source', 'prompt', 'fold', 'reduce', 'optimizer', 'publish', 'compile'.
     start_s, end_s: seconds on the run's clock.
     update, group, index, turn: what it belongs to (-1 where it does not apply).
     lane: learner lane (-1 for rollout work).

@@ -10,7 +10,7 @@ import pytest
 import scipy.special
 
 from configs import smoke
-from experiments import wiring
+from experiments import engines, wiring
 from tests.agents import scripted
 from tests.experiments.conftest import TINY
 from ts_jax import types
@@ -51,13 +51,13 @@ def student(tiny_student):
 
 
 def load(config, student):
-  return wiring.load_teacher(config, student, CORES, CORES)
+  return engines.load_teacher(config, student, CORES, CORES)
 
 
 def test_only_distillation_has_a_teacher(config, student):
   config.objective.name = 'grpo'
   assert load(config, student) is None
-  with wiring.teacher(config, None, None, None) as scorers:
+  with engines.teachers(config, None, None, None) as scorers:
     scorers.wait_started()
     assert scorers.clients == ()
 
@@ -96,7 +96,10 @@ def test_a_teacher_too_short_for_the_longest_trajectory_is_refused(config, stude
 
 
 def test_start_lines_say_where_the_teacher_is_and_whether_its_tokenizer_was_compared(config, student, teacher_folder):
-  lines = lambda: wiring.describe(config, student, None, None, CORES, load(config, student)).splitlines()
+  def lines():
+    teacher = load(config, student)
+    return wiring.describe(config, student, None, None, CORES, teacher.description if teacher else '').splitlines()
+
   assert f'teacher   {teacher_folder} embedded on cores {list(CORES)}' in lines()
   config.teacher.urls = ('http://127.0.0.1:9',)
   assert f"teacher   engine http://127.0.0.1:9; tokenizer as the student's ({teacher_folder})" in lines()
@@ -109,7 +112,7 @@ def test_start_lines_say_where_the_teacher_is_and_whether_its_tokenizer_was_comp
 def test_a_teacher_that_is_not_there_is_named_at_once(config, student, tmp_path):
   config.teacher.update(dict(source='', urls=(f'http://127.0.0.1:{process.free_port()}',)))
   with pytest.raises(types.InfrastructureError, match=config.teacher.urls[0]):
-    with wiring.teacher(config, load(config, student), tmp_path, tmp_path):
+    with engines.teachers(config, load(config, student), tmp_path, tmp_path):
       pass
 
 
@@ -134,15 +137,15 @@ def test_a_real_teacher_process_scores_trajectories_as_its_model_does(config, st
   with sandbox_lib.Sandbox(sandbox_lib.Sandbox.probe(), folder=tmp_path) as box:
     whole = sampled((), 0, 1024)[0]
     config.agent.max_context_tokens = len(whole.prompt_ids) + len(whole.completion_ids) - 2
-    with wiring.teacher(config, load(config, student), tmp_path, tmp_path / 'xla') as scorers:
+    with engines.teachers(config, load(config, student), tmp_path, tmp_path / 'xla') as scorers:
       scorers.wait_started()
       trajectories = sampled(scorers.clients, 0, config.agent.max_context_tokens)
       config.teacher.update(dict(urls=(scorers.processes[0].url,), source=''))
-      with wiring.teacher(config, load(config, student), tmp_path, tmp_path / 'xla') as connected:
+      with engines.teachers(config, load(config, student), tmp_path, tmp_path / 'xla') as connected:
         trajectories += sampled(connected.clients, 1, config.agent.max_context_tokens)
       config.agent.max_context_tokens += 1
       with pytest.raises(types.ConfigError, match='has a context of .* lower config.agent.max_context_tokens'):
-        with wiring.teacher(config, load(config, student), tmp_path, tmp_path / 'xla'):
+        with engines.teachers(config, load(config, student), tmp_path, tmp_path / 'xla'):
           pass
   assert len(trajectories) == 10
   for t in trajectories:

@@ -96,7 +96,7 @@ def test_missing_teacher_scores_stop_the_update(granularity):
 def test_turns_are_worked_on_before_their_trajectory_is_complete(name, granularity):
   batch = offline.random_batch(np.random.default_rng(11), size=5, teacher=name == 'opd')
   _, result = cases.direction(batch, cases.tiny_params('float32'), policy(name, granularity))
-  assert any(s.kind == 'forward' for s in result.spans)
+  assert any(s.kind == granularity for s in result.spans)
 
 
 def test_the_shared_prefix_is_processed_once(params64):

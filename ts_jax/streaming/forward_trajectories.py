@@ -7,10 +7,8 @@ weights wait for the trajectory's length, and so does the head.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ts_jax.models import llama, staged as staged_model
@@ -18,11 +16,6 @@ from ts_jax.streaming import open_trajectories, sources as sources_lib, staged
 
 # Turns longer than this run forward in pieces, so that a trajectory needs no more spare room than one piece.
 _PIECE_TOKENS = 128
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _add(total, more):
-  return jax.tree.map(jnp.add, total, more)
 
 
 def room(buckets, max_tokens: int) -> int:
@@ -48,34 +41,33 @@ class _Open:
 class ForwardTrajectories(open_trajectories.OpenTrajectories):
   """Keeps what one backward pass needs."""
 
+  span_kind = 'forward'
+
   def __init__(self, functions, buckets, max_tokens, teacher=False, keep='all'):
     """As the base class; `keep`: see `models.staged`."""
     super().__init__(functions, buckets, max_tokens, teacher)
     self._keep, self._piece = keep, _piece(buckets)
     self._room = room(buckets, max_tokens)
 
-  def _steps(self, known):
-    return len(known.turns) + (self._scored(known) if self._teacher else 0)
-
-  def _scored(self, known: open_trajectories.Turns) -> int:
-    return next((i for i in range(len(known.turns)) if known.data(i, True) is None), len(known.turns))
+  def steps(self, at):
+    known = self._running[at]
+    return len(known.turns) + (known.scored(True) if self._teacher else 0)
 
   def advance(self, params, before, prompt, at):
     known = self._running[at]
     inputs = np.asarray([before, *known.ids()[:-1]], np.int32)
     self._check_length(at, len(inputs))
     state = self._state(prompt, at, inputs)
-    first, len_prompt = len(state.inputs), int(prompt.length)
+    first = len(state.inputs)
     for start in range(first, len(inputs), self._piece):
       piece = inputs[start:min(start + self._piece, len(inputs))]
-      padded = np.zeros((1, self._buckets.pad(len(piece))), np.int32)
-      padded[0, :len(piece)] = piece
-      pasts, behind = self._pasts(prompt, state.kept.memory.keys.shape[1]), len_prompt + start
-      past = next(n for n in pasts if n >= behind)
-      state.kept = staged.turn_forward(self._functions, params, state.kept, padded, np.int32(len(piece)), past)
+      behind = int(prompt.length) + start
+      past = next(n for n in self._pasts(prompt, state.kept.memory.keys.shape[1]) if n >= behind)
+      tokens = sources_lib.padded(piece, self._buckets)
+      state.kept = staged.turn_forward(self._functions, params, state.kept, tokens, np.int32(len(piece)), past)
       state.inputs = inputs[:start + len(piece)]
     if self._teacher:
-      for index in range(len(state.heads), self._scored(known)):
+      for index in range(len(state.heads), known.scored(True)):
         self._head(params, state, known.data(index, True))
     jax.block_until_ready((state.kept.hidden, state.head))
     return len(inputs) - first
@@ -83,8 +75,7 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
   def gradient(self, params, before, prompt, at, weight):
     self.advance(params, before, prompt, at)
     state, known = self._open.pop(at), self._running[at]
-    tokens = np.zeros((1, self._buckets.pad(len(state.inputs))), np.int32)
-    tokens[0, :len(state.inputs)] = state.inputs
+    tokens = sources_lib.padded(state.inputs, self._buckets)
     if self._teacher:
       result = staged.complete_source(self._functions, params, state.kept, tokens, prompt, *state.head)
       return sources_lib.SourceResult(*result, np.concatenate(state.log_probs)[None])
@@ -99,31 +90,25 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
       for past in self._pasts(prompt, prompt.keys.shape[1] + self._room):
         kept = staged.begin(self._functions, prompt, self._room, self._keep)
         staged.turn_forward(self._functions, params, kept, np.zeros((1, length), np.int32), np.int32(length), past)
-    kept, nothing = staged.begin(self._functions, prompt, self._room, self._keep), np.zeros(0, np.int32)
-    head = None
-    if self._teacher:
-      for length in self._buckets.up_to(self.max_tokens):
-        row = self._scored_row(nothing, nothing, 2 * length, 0.0)
-        result = staged.head_gradient(self._functions, params, kept.hidden, *row, np.zeros(length))
-        head = (result.gradient, result.cotangent) if head is None else _add(head, (result.gradient, result.cotangent))
+    kept, head = staged.begin(self._functions, prompt, self._room, self._keep), None
     for tokens, scored in self._scored_shapes():
       zeros = np.zeros((1, tokens), np.int32)
+      row = np.full(scored, self._room, np.int32), np.zeros(scored, np.int32), np.zeros(scored)
       if self._teacher:
+        result = staged.head_gradient(self._functions, params, kept.hidden, *row, np.zeros(scored))
+        head = open_trajectories.accumulate(head, (result.gradient, result.cotangent))
         result = staged.complete_source(self._functions, params, kept, zeros, prompt, *head)
         yield sources_lib.SourceResult(*result, np.zeros((1, 1)))
       else:
-        row = self._scored_row(nothing, nothing, 2 * scored, 0.0)
         yield staged.source_gradient(self._functions, params, kept, zeros, prompt, *row)
 
   def _state(self, prompt: llama.Boundary, at: open_trajectories.At, inputs: np.ndarray) -> _Open:
     """What has been done of this attempt; starts over where another attempt's turns were done."""
-    state, known = self._open.get(at), self._running[at]
-    if state is not None and np.array_equal(inputs[:len(state.inputs)], state.inputs):
-      scores = [known.data(i, True) if i < len(known.turns) else None for i in range(len(state.heads))]
-      if all(now is not None and np.array_equal(now.teacher_log_probs, then.teacher_log_probs) for now, then in zip(scores, state.heads)):
-        return state
-    self._open[at] = _Open(staged.begin(self._functions, prompt, self._room, self._keep), inputs[:0])
-    return self._open[at]
+    state = self._open.get(at)
+    if state is None or not (np.array_equal(inputs[:len(state.inputs)], state.inputs)
+                             and self._running[at].begins_with(state.heads, self._teacher)):
+      state = self._open[at] = _Open(staged.begin(self._functions, prompt, self._room, self._keep), inputs[:0])
+    return state
 
   def _scored_row(self, positions: np.ndarray, targets: np.ndarray, length: int, weight: float):
     """Padded (positions, targets, weights) of the output head; padded positions point behind what is kept."""
@@ -139,10 +124,9 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
     at = np.flatnonzero(data.mask)
     if not len(at):
       return
-    row = self._scored_row(start + at, data.completion[at], 2 * self._buckets.pad(len(at)), 1.0)
+    row = self._scored_row(start + at, data.completion[at], self._buckets.pad(len(at)), 1.0)
     teacher = np.zeros(len(row[0]))
-    teacher[:len(at)] = sources_lib.teacher_scores(data, at)
+    teacher[:len(at)] = data.teacher_log_probs[at]
     result = staged.head_gradient(self._functions, params, state.kept.hidden, *row, teacher)
-    head = (result.gradient, result.cotangent)
-    state.head = head if state.head is None else _add(state.head, head)
+    state.head = open_trajectories.accumulate(state.head, (result.gradient, result.cotangent))
     state.log_probs.append(np.asarray(result.log_probs)[:len(at)])

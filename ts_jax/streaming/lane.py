@@ -179,9 +179,7 @@ class Lane:
     return batch
 
   def _padded(self, ids: Sequence[int]) -> tuple[np.ndarray, np.int32]:
-    tokens = np.zeros((1, self._buckets.pad(len(ids))), np.int32)
-    tokens[0, :len(ids)] = ids
-    return tokens, np.int32(len(ids))
+    return sources_lib.padded(ids, self._buckets), np.int32(len(ids))
 
   def _shares(self, group: int) -> bool:
     """The group's prompt begins with the shared prefix and has more."""
@@ -212,7 +210,7 @@ class Lane:
   def _turns(self, work: scheduler.TurnWork, spans: list[types.Span]) -> None:
     boundary = self._prompt(work.group, spans)
     at, before = (work.group, work.index), self._plans[work.group].prompt_ids[-1]
-    with _Timed(self, spans, 'forward', *at) as timed:
+    with _Timed(self, spans, self._trajectories.span_kind, *at) as timed:
       timed.tokens(self._trajectories.advance(self._params, before, boundary, at))
 
   def _source(self, work: scheduler.SourceWork, spans: list[types.Span]) -> None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from typing import Any, Iterable, Iterator, Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ts_jax import types
@@ -40,13 +43,43 @@ class Turns:
         np.asarray(silent + turn.sampled.log_probs, np.float32), turn.sampled.version_end,
         np.asarray((*silent, *scores), np.float64) if teacher else None)
 
+  def scored(self, teacher: bool) -> int:
+    """How many turns, from the first on, have everything that `data` needs."""
+    return next((i for i in range(len(self.turns)) if self.data(i, teacher) is None), len(self.turns))
+
+  def begins_with(self, done: Sequence[sources_lib.SourceData], teacher: bool) -> bool:
+    """The first turns are still those that were worked on."""
+    return self.scored(teacher) >= len(done) and all(map(_same, done, (self.data(i, teacher) for i in range(len(done)))))
+
   def ids(self) -> list[int]:
     """All ids behind the prompt."""
     return [i for t in self.turns for i in t.context_ids + t.sampled.token_ids]
 
 
+def _same(a: sources_lib.SourceData, b: sources_lib.SourceData) -> bool:
+  pairs = ((a.completion, b.completion), (a.mask, b.mask), (a.teacher_log_probs, b.teacher_log_probs))
+  return all(x is y or np.array_equal(x, y) for x, y in pairs)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add(total, more):
+  return jax.tree.map(jnp.add, total, more)
+
+
+def accumulate(total, more):
+  """total + more, in place; `total` None begins a sum."""
+  return more if total is None else _add(total, more)
+
+
 class OpenTrajectories(abc.ABC):
-  """Running trajectories of one update, all at one policy version; subclasses decide what runs before completion."""
+  """Running trajectories of one update, all at one policy version; subclasses decide what runs before completion.
+
+  Attributes:
+    span_kind: what early work is in traces.
+    max_tokens: longest completion there is room for.
+  """
+
+  span_kind: str
 
   def __init__(self, functions: sources_lib.SourceFunctions, buckets: Buckets, max_tokens: int, teacher: bool = False):
     """Begins without any.
@@ -89,14 +122,9 @@ class OpenTrajectories(abc.ABC):
     """Takes the trajectory as it ended."""
     self._running[at] = Turns(list(turns), {t.index: t.teacher_log_probs for t in turns if t.teacher_log_probs is not None})
 
+  @abc.abstractmethod
   def steps(self, at: At) -> int:
     """How much could run early by now: grows with every turn or score that makes work possible."""
-    known = self._running.get(at, Turns())
-    return self._steps(known)
-
-  @abc.abstractmethod
-  def _steps(self, known: Turns) -> int:
-    ...
 
   @abc.abstractmethod
   def advance(self, params, before: int, prompt: llama.Boundary, at: At) -> int:

@@ -112,10 +112,7 @@ def pack(before: int, sources: Sequence[SourceData], weights: Sequence[float], b
     sources: trajectories of a group.
     weights: weight of every scored token of each.
     buckets: allowed shapes.
-    teacher: carry the teacher's log-probs.
-
-  Raises:
-    TsJaxError: a teacher's log-probs are wanted and missing or not finite.
+    teacher: carry the teacher's log-probs, which every source then has.
   """
   rows = len(sources)
   length = buckets.pad(max(s.tokens for s in sources))
@@ -131,21 +128,15 @@ def pack(before: int, sources: Sequence[SourceData], weights: Sequence[float], b
     batch.targets[row, :len(at)] = source.completion[at]
     batch.weights[row, :len(at)] = weight
     if teacher:
-      batch.teacher[row, :len(at)] = teacher_scores(source, at)
+      batch.teacher[row, :len(at)] = source.teacher_log_probs[at]
   return batch
 
 
-def teacher_scores(source: SourceData, at: np.ndarray) -> np.ndarray:
-  """The teacher's log-probs at the scored positions `at`.
-
-  Raises:
-    TsJaxError: they are missing or not finite.
-  """
-  if source.teacher_log_probs is None:
-    raise types.TsJaxError('a trajectory has no teacher log-probs: distillation needs a teacher that scores every turn')
-  if not np.isfinite(source.teacher_log_probs[at]).all():
-    raise types.TsJaxError(f'a teacher log-prob is not finite: {source.teacher_log_probs[at]}')
-  return source.teacher_log_probs[at]
+def padded(ids: Sequence[int], buckets: Buckets) -> np.ndarray:
+  """A segment's ids as one padded row [1, T]."""
+  row = np.zeros((1, buckets.pad(len(ids))), np.int32)
+  row[0, :len(ids)] = ids
+  return row
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,11 +21,6 @@ from ts_jax.streaming import open_trajectories, sources as sources_lib
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _add(total, more):
-  return jax.tree.map(jnp.add, total, more)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
 def _add_front(total, more):
   """Adds adjoints of the first positions."""
   return jax.tree.map(lambda t, m: t.at[:, :m.shape[1]].add(m), total, more)
@@ -57,14 +52,16 @@ class _Open:
 class TurnTrajectories(open_trajectories.OpenTrajectories):
   """Differentiates turns one by one."""
 
-  def _steps(self, known):
-    return next((i for i in range(len(known.turns)) if known.data(i, self._teacher) is None), len(known.turns))
+  span_kind = 'turn'
+
+  def steps(self, at):
+    return self._running[at].scored(self._teacher)
 
   def advance(self, params, before, prompt, at):
     known, state = self._running[at], self._state(prompt, at)
     first, done = state.memory.length, len(state.data)
     self._check_length(at, len(known.ids()))
-    for index in range(done, self._steps(known)):
+    for index in range(done, self.steps(at)):
       self._run(params, before, prompt, state, known.data(index, self._teacher))
     jax.block_until_ready((state.memory, state.gradient))
     return int(state.memory.length - first)
@@ -76,10 +73,9 @@ class TurnTrajectories(open_trajectories.OpenTrajectories):
     for index in reversed(range(len(state.data) - 1)):
       data, start = state.data[index], state.starts[index]
       if data.tokens:
-        tokens = np.zeros((1, self._buckets.pad(data.tokens)), np.int32)
-        tokens[0, :data.tokens] = self._inputs(before, state, index)
+        tokens = sources_lib.padded(self._inputs(before, state, index), self._buckets)
         gradient, above = self._functions.segment_gradient(params, self._behind(prompt, state.memory, start), tokens, adjoint)
-        state.gradient, adjoint = _add(state.gradient, gradient), self._at_capacity(prompt, above)
+        state.gradient, adjoint = open_trajectories.accumulate(state.gradient, gradient), self._at_capacity(prompt, above)
     past = prompt.keys.shape[1]
     result = (state.gradient, jax.tree.map(lambda a: a[:, :past], adjoint))
     if weight != 1:
@@ -87,22 +83,20 @@ class TurnTrajectories(open_trajectories.OpenTrajectories):
     return sources_lib.SourceResult(*result, np.concatenate(state.log_probs)[None])
 
   def warm_up(self, params, prompt):
-    capacity = self._capacity(prompt)
-    state = _Open(prompt)
-    for length in self._pasts(prompt, capacity):
-      memory = llama.Boundary(*(jnp.zeros((x.shape[0], length, *x.shape[2:]), x.dtype) for x in (prompt.keys, prompt.values)),
-                              prompt.length)
-      wide = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
-      adjoint = self._at_capacity(prompt, (wide(memory.keys), wide(memory.values)))
-      for tokens, scored in self._scored_shapes():
-        row = np.zeros((1, scored), np.int32)
-        batch = sources_lib.SourceBatch(np.zeros((1, tokens), np.int32), row, row, np.zeros((1, scored)),
-                                        np.zeros((1, scored)) if self._teacher else None)
+    capacity, total = self._capacity(prompt), None
+    like = lambda length, dtype: tuple(jnp.zeros((x.shape[0], length, *x.shape[2:]), dtype) for x in (prompt.keys, prompt.values))
+    adjoint = like(capacity, jnp.promote_types(prompt.keys.dtype, jnp.float32))
+    for tokens, scored in self._scored_shapes():
+      row = np.zeros((1, scored), np.int32)
+      batch = sources_lib.SourceBatch(np.zeros((1, tokens), np.int32), row, row, np.zeros((1, scored)),
+                                      np.zeros((1, scored)) if self._teacher else None)
+      for past in self._pasts(prompt, capacity):
+        memory = llama.Boundary(*like(past, prompt.keys.dtype), prompt.length)
         result, _ = self._functions.turn_gradient(params, memory, batch, np.int32(1), capacity)
         self._functions.segment_forward(params, memory, batch.tokens, np.int32(1), capacity)
         gradient, _ = self._functions.segment_gradient(params, memory, batch.tokens, adjoint)
-        state.gradient = _add(result.gradient, gradient)
-        yield result._replace(gradient=state.gradient, adjoint=jax.tree.map(lambda a: a[:, :prompt.keys.shape[1]], result.adjoint))
+        total = open_trajectories.accumulate(total, gradient)
+      yield result._replace(adjoint=jax.tree.map(lambda a: a[:, :prompt.keys.shape[1]], result.adjoint))
 
   def _capacity(self, prompt: llama.Boundary) -> int:
     return prompt.keys.shape[1] + self.max_tokens
@@ -117,13 +111,10 @@ class TurnTrajectories(open_trajectories.OpenTrajectories):
 
   def _state(self, prompt: llama.Boundary, at: open_trajectories.At) -> _Open:
     """What has been done of this attempt; starts over where another attempt's turns were done."""
-    state, known = self._open.get(at), self._running[at]
-    if state is not None:
-      same = len(state.data) <= len(known.turns) and all(_equal(d, known.data(i, self._teacher)) for i, d in enumerate(state.data))
-      if same:
-        return state
-    self._open[at] = _Open(prompt)
-    return self._open[at]
+    state = self._open.get(at)
+    if state is None or not self._running[at].begins_with(state.data, self._teacher):
+      state = self._open[at] = _Open(prompt)
+    return state
 
   def _inputs(self, before: int, state: _Open, index: int) -> np.ndarray:
     previous = next((d.completion[-1] for d in reversed(state.data[:index]) if d.tokens), before)
@@ -138,20 +129,13 @@ class TurnTrajectories(open_trajectories.OpenTrajectories):
     inputs = self._inputs(before, state, len(state.data) - 1)
     boundary = self._behind(prompt, state.memory, start)
     if not data.scored:
-      tokens = np.zeros((1, self._buckets.pad(data.tokens)), np.int32)
-      tokens[0, :data.tokens] = inputs
+      tokens = sources_lib.padded(inputs, self._buckets)
       state.memory = self._functions.segment_forward(params, boundary, tokens, np.int32(data.tokens), capacity)
       return
     batch = sources_lib.pack(int(inputs[0]), [data], [1.0], self._buckets, self._teacher)
     result, state.memory = self._functions.turn_gradient(params, boundary, batch, np.int32(data.tokens), capacity)
-    state.gradient = result.gradient if state.gradient is None else _add(state.gradient, result.gradient)
+    state.gradient = open_trajectories.accumulate(state.gradient, result.gradient)
     state.adjoint = (self._at_capacity(prompt, result.adjoint) if state.adjoint is None
                      else _add_front(state.adjoint, result.adjoint))
     state.log_probs.append(np.asarray(result.log_probs)[0, :data.scored])
 
-
-def _equal(a: sources_lib.SourceData, b: sources_lib.SourceData | None) -> bool:
-  if b is None:
-    return False
-  pairs = [(a.completion, b.completion), (a.mask, b.mask), (a.teacher_log_probs, b.teacher_log_probs)]
-  return all(x is y or np.array_equal(x, y) for x, y in pairs)

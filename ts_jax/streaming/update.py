@@ -32,7 +32,6 @@ class UpdateResult:
     normaliser: factor of the summed direction, known once every length is.
     spans: learner spans with readiness.
     gap: learner against sampler log-probs.
-    scored_tokens: N, of the whole batch.
     skipped, wasted: sources never computed, and computed in vain, because their group was uniform.
     rollout_end_s: when the last reward arrived; learner_end_s: when the last group closed (run's clock).
   """
@@ -42,7 +41,6 @@ class UpdateResult:
   normaliser: float
   spans: tuple[types.Span, ...]
   gap: lane_lib.SamplerGap
-  scored_tokens: int
   skipped: int
   wasted: int
   rollout_end_s: float
@@ -131,7 +129,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
   learner_end_s = max([learner_end_s, rollout_end_s, *(s.end_s for s in spans)])
   tokens = sum(t.scored_tokens for t in batch.trajectories)
   gap = functools.reduce(operator.add, (lane.gap for lane in lanes))
-  return UpdateResult(batch, tuple(lane.finish() for lane in lanes), policy.objective.normaliser(tokens), tuple(spans), gap, tokens,
+  return UpdateResult(batch, tuple(lane.finish() for lane in lanes), policy.objective.normaliser(tokens), tuple(spans), gap,
                       state.skipped, state.wasted, rollout_end_s, learner_end_s)
 
 

