@@ -63,7 +63,7 @@ def test_nan_where_the_weight_is_zero_changes_nothing(inputs):
 
 @pytest.mark.parametrize('terms', [None, Terms(entropy=0.01)], ids=['plain', 'entropy'])
 def test_gradient_at_4096_tokens_needs_a_tenth_of_the_logits(terms):
-  tokens, vocab, width = 4096, 49152, 64
+  tokens, vocab, width = 4096, 49152, 576  # SmolLM2
   shapes = jax.ShapeDtypeStruct((tokens, width), jnp.float32), jax.ShapeDtypeStruct((vocab, width), jnp.float32)
 
   def score(hidden, head):

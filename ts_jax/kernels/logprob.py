@@ -130,7 +130,7 @@ def _pullback(hidden: Array, head: Array, targets: Array, normaliser: Array, wei
     logs = _chunk_logits(hidden, chunk, start, vocab, temperature) - normaliser[:, None]
     onehot = targets[:, None] == start + jnp.arange(_VOCAB_CHUNK)
     grad_logits = _grad_logits(onehot, jnp.exp(logs), logs, scaled, entropy).astype(hidden.dtype)
-    return grad_hidden + products.over_vocabulary(grad_logits, chunk), grad_logits.T @ hidden
+    return grad_hidden + grad_logits @ chunk, grad_logits.T @ hidden
 
   grad_hidden, grad_chunks = jax.lax.scan(step, jnp.zeros_like(hidden), (chunks, jnp.arange(len(chunks)) * _VOCAB_CHUNK))
   return grad_hidden, grad_chunks.reshape(-1, head.shape[1])[:vocab].astype(head.dtype)
