@@ -79,7 +79,8 @@ def get_config() -> config_dict.ConfigDict:
           cores='auto',  # 'auto': the lower half of this process's cores
           buckets=(64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
           keep='all',  # of turns run forward: 'all', or 'inputs' of layers (a sixth of the memory; layers run forward again)
-          kept_mb=2048,  # memory for running trajectories at 'turn' and 'forward'; those beyond it are worked on at completion
+          kept_mb=2048,  # device memory for running trajectories at 'turn' and 'forward'
+          kept_host_mb=0,  # at 'forward', host memory for what is kept of further ones; those beyond both run at completion
           remat_tokens=2048,  # longer segments recompute their layers in the backward pass
       ),
       evaluation=config_dict.create(

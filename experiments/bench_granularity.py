@@ -35,8 +35,7 @@ def main() -> None:
   os.sched_setaffinity(0, {_CORE.value})  # before JAX starts its threads
   import jax
   import jax.numpy as jnp
-  from experiments import wiring
-  from ts_jax import types
+  from experiments import synthetic, wiring
   from ts_jax.models import source, staged as staged_model, weights
   from ts_jax.streaming import forward_trajectories, host_memory, sources, turn_trajectories
   from ts_jax.streaming.buckets import Buckets
@@ -48,18 +47,11 @@ def main() -> None:
   params = jax.tree.map(jnp.asarray, weights.load_params(folder))
   functions, buckets = sources.SourceFunctions(config), Buckets()
   turns, size, prompt_size = _TURNS.value, _TURN_TOKENS.value, _PROMPT_TOKENS.value
-  total, half = turns * size, size // 2
+  total = turns * size
   rng = np.random.default_rng(0)
-  ids = lambda n: tuple(int(i) for i in rng.integers(3, config.vocab_size, n))
-
-  def turn_of(index: int) -> types.Turn:
-    sampled = types.SampledTokens(ids(half), (-1.0,) * half, 0, 0, types.FinishReason.STOP)
-    scores = tuple(float(x) for x in rng.normal(-2, 1, half).clip(max=0))
-    return types.Turn(index, ids(size - half), sampled, (True,) * half, teacher_log_probs=scores)
-
-  prompt_ids = ids(prompt_size + 1)
-  made = tuple(turn_of(i) for i in range(turns))
-  whole = sources.SourceData.of(types.Trajectory(0, 0, 0, 'task', 0, prompt_ids, made, types.TerminalReason.DONE))
+  prompt_ids = synthetic.ids(rng, config.vocab_size, prompt_size + 1)
+  trajectory = synthetic.trajectory(rng, config.vocab_size, prompt_ids, turns, size)
+  made, whole = trajectory.turns, sources.SourceData.of(trajectory)
   length = np.int32(prompt_size)
   prompt = jax.block_until_ready(
       functions.segment_forward(params, functions.root(), np.asarray([prompt_ids[:-1]], np.int32), length, prompt_size))

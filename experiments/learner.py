@@ -52,7 +52,8 @@ def open_trajectories(config, student: wiring.Student, max_tokens: int) -> open_
   settings = functions(config, student), buckets(config), max_tokens, objective(config).needs_teacher
   match policy(config).granularity:
     case 'forward':
-      return forward_trajectories.ForwardTrajectories(*settings, config.learner.keep)
+      on_device = forward_room(config, student, max_tokens)[0] if config.learner.kept_host_mb > 0 else None
+      return forward_trajectories.ForwardTrajectories(*settings, config.learner.keep, on_device)
     case 'turn':
       return turn_trajectories.TurnTrajectories(*settings)
   return None
@@ -98,15 +99,29 @@ def with_memory(policy: scheduler.Policy, config, student: wiring.Student, max_t
     return policy
   if policy.granularity == 'turn':
     size, remedy = turn_trajectories.held_bytes(student.config), 'or use schedule.granularity=forward'
+    cap = int(config.learner.kept_mb * 1e6 // size)
   else:
-    tokens = forward_trajectories.room(buckets(config), max_tokens)
-    size = tokens * staged.token_bytes(student.config, config.learner.keep, jnp.dtype(config.model.dtype).itemsize)
-    remedy = "or set learner.keep='inputs'"
-  cap = int(config.learner.kept_mb * 1e6 // size)
+    size, remedy = _forward_bytes(config, student, max_tokens)[0], "set learner.keep='inputs', or learner.kept_host_mb"
+    cap = sum(forward_room(config, student, max_tokens))
   if not cap:
     raise types.ConfigError(f'config.learner.kept_mb={config.learner.kept_mb} is less than one trajectory of {max_tokens} tokens '
                             f'holds ({size / 1e6:.0f} MB): raise it, {remedy}')
   return dataclasses.replace(policy, kept_cap=cap)
+
+
+def _forward_bytes(config, student: wiring.Student, max_tokens: int) -> tuple[int, int]:
+  """(what a trajectory run forward turn by turn holds, the part of it that can be in host memory)."""
+  tokens = forward_trajectories.room(buckets(config), max_tokens)
+  settings = student.config, config.learner.keep, jnp.dtype(config.model.dtype).itemsize
+  return tokens * staged.token_bytes(*settings), tokens * staged.value_bytes(*settings)
+
+
+def forward_room(config, student: wiring.Student, max_tokens: int) -> tuple[int, int]:
+  """Trajectories of `max_tokens` completion tokens that may be open at once, with kept values (on the device, in host memory)."""
+  whole, values = _forward_bytes(config, student, max_tokens)
+  device = int(config.learner.kept_mb * 1e6)
+  host = min(int(config.learner.kept_host_mb * 1e6) // values, device // (whole - values))
+  return (device - host * (whole - values)) // whole, host
 
 
 def optimizer(config) -> barrier.OptimizerConfig:

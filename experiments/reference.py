@@ -11,6 +11,7 @@ operation by operation: what remains of the difference is the rounding of the st
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -129,6 +130,14 @@ def add_to(total, gradient, scale):
   jax.tree.map(lambda t, g: np.add(t, scale * np.asarray(g, np.float64), out=t), total, jax.device_get(gradient))
 
 
+def sequences(trajectory):
+  """The trajectory as sequences to run: itself, or where its history was rewritten each turn alone behind all it was sampled from."""
+  if not trajectory.branches:
+    return [trajectory]
+  return [dataclasses.replace(trajectory, prompt_ids=before, turns=(dataclasses.replace(turn, index=0, keeps=None),))
+          for before, turn in zip(trajectory.paths(), trajectory.turns)]
+
+
 def direction(config, params, batch, advantages, token_weight, rotary=None):
   """Ascent direction 1/m sum_i A_i sum_t w_i grad log pi, summed over groups (Equations 4 to 6).
 
@@ -147,9 +156,10 @@ def direction(config, params, batch, advantages, token_weight, rotary=None):
     if np.ptp(rewards) == 0:
       continue
     for trajectory, advantage in zip(group.trajectories, advantages(rewards)):
-      if trajectory.scored_tokens:
-        weights = np.full(trajectory.scored_tokens, token_weight(trajectory))
-        add_to(total, weighted_gradient(config, params, trajectory, weights, rotary)[0], advantage / len(rewards))
+      for sequence in sequences(trajectory):
+        if sequence.scored_tokens:
+          weights = np.full(sequence.scored_tokens, token_weight(trajectory))
+          add_to(total, weighted_gradient(config, params, sequence, weights, rotary)[0], advantage / len(rewards))
   return total
 
 
@@ -164,7 +174,7 @@ def grpo_direction(config, params, batch, epsilon=1e-6, rotary=None):
 def opd_direction(config, params, batch, rotary=None):
   """Distillation: mean over the scored tokens of a batch of A_t grad log pi (Equations 8 and 9); turns carry teacher log-probs."""
   total, tokens = jax.tree.map(lambda x: np.zeros(x.shape), params), sum(t.scored_tokens for t in batch.trajectories)
-  for trajectory in batch.trajectories:
+  for trajectory in (s for t in batch.trajectories for s in sequences(t)):
     if trajectory.scored_tokens:
       teacher = np.asarray(trajectory.completion_teacher_log_probs)[np.asarray(trajectory.completion_mask)]
       add_to(total, opd_gradient(config, params, trajectory, teacher, rotary), 1 / tokens)

@@ -1,7 +1,9 @@
 """The vocabulary of ts_jax: frozen records that every layer shares, and no logic beyond their own validity.
 
-A *trajectory* is an append-only token sequence: the prompt, then turns.  Each turn is the context appended since the
+A *trajectory* is an append-only token record: the prompt, then turns.  Each turn is the context appended since the
 previous turn (an observation rendered through the chat template, never scored) followed by the ids the engine sampled.
+Where a template rewrites history, a turn says how much of it stayed, and what came in its place is part of its context: the
+record then holds a tree of ids, of which each turn was sampled behind one path.
 Ids are the record; text is kept beside them for people and parsers and is never re-encoded.
 
 Every record converts to plain JSON values with `to_json` and back with `from_json`.
@@ -173,6 +175,7 @@ class Turn(Record):
     request_start_s, request_end_s: engine request, seconds on the run's clock.
     tool_start_s, tool_end_s: tool execution, seconds on the run's clock (equal when no tool ran).
     teacher_log_probs: the teacher's log-probability of each sampled id (temperature 1), or None where no teacher scored it.
+    keeps: ids of the path so far, prompt included, that the context is appended to; None for all of them.
   """
 
   index: int
@@ -186,6 +189,7 @@ class Turn(Record):
   tool_start_s: float = 0.0
   tool_end_s: float = 0.0
   teacher_log_probs: tuple[float, ...] | None = None
+  keeps: int | None = None
 
   def __post_init__(self):
     _require(self.index >= 0, f'turn index {self.index} is negative')
@@ -231,6 +235,12 @@ class Trajectory(Record):
     _require(len(self.prompt_ids) > 0, f'trajectory {self.key}: empty prompt')
     _require([t.index for t in self.turns] == list(range(len(self.turns))), f'trajectory {self.key}: turns out of order')
     _require(self.reward is None or math.isfinite(self.reward), f'trajectory {self.key}: reward {self.reward} is not finite')
+    path = len(self.prompt_ids)
+    for t in self.turns:
+      kept = path if t.keeps is None else t.keeps
+      _require(len(self.prompt_ids) <= kept <= path, f'trajectory {self.key}: turn {t.index} keeps {t.keeps} ids of a path of {path}; the '
+               f'{len(self.prompt_ids)} of the prompt must stay')
+      path = kept + len(t.context_ids) + len(t.sampled.token_ids)
     if self.reward is not None and not TERMINAL_OUTCOMES[self.terminal_reason].verified:
       raise ValueError(f'trajectory {self.key}: {self.terminal_reason.value} is never scored, yet has reward {self.reward}')
 
@@ -238,6 +248,19 @@ class Trajectory(Record):
   def key(self) -> tuple[int, int, int]:
     """(update, group, index): unique within a run."""
     return (self.update, self.group, self.index)
+
+  @property
+  def branches(self) -> bool:
+    """A turn rewrote history: `completion_ids` is not one sequence, but the turns of a tree, in order."""
+    return any(t.keeps is not None for t in self.turns)
+
+  def paths(self) -> tuple[tuple[int, ...], ...]:
+    """For each turn, all ids before its context: the prompt and what stayed of the turns before."""
+    before, path = [], self.prompt_ids
+    for t in self.turns:
+      before.append(path[:t.keeps])
+      path = before[-1] + t.context_ids + t.sampled.token_ids
+    return tuple(before)
 
   @property
   def completion_ids(self) -> tuple[int, ...]:

@@ -26,10 +26,10 @@ def tiny_params(dtype, seed: int = 0, config: ModelConfig = TINY):
 
 
 def make_lane(index=0, *, accumulator='float32', dtype='float32', config=TINY, buckets=BUCKETS, policy=STREAM, keep='all', shared=(),
-              device=None):
+              device=None, on_device=None):
   functions = sources.SourceFunctions(config, dtype=dtype)
   settings = functions, buckets, 20, policy.objective.needs_teacher
-  trajectories = {'forward': lambda: forward_trajectories.ForwardTrajectories(*settings, keep),
+  trajectories = {'forward': lambda: forward_trajectories.ForwardTrajectories(*settings, keep, on_device),
                   'turn': lambda: turn_trajectories.TurnTrajectories(*settings)}.get(policy.granularity, lambda: None)()
   return lane_lib.Lane(index, functions, buckets, accumulator=accumulator, reward_centre=0.75, objective=policy.objective,
                        trajectories=trajectories, shared_prefix=shared, device=device)

@@ -43,6 +43,14 @@ def test_any_granularity_objective_order_and_split_gives_the_full_sequence_gradi
 
 
 @pytest.mark.parametrize('name', OBJECTIVES)
+@pytest.mark.parametrize('on_device', [0, 1])
+def test_values_kept_in_host_memory_have_the_same_bits(name, on_device):
+  batch, params = offline.random_batch(np.random.default_rng(11), size=5, teacher=name == 'opd'), cases.tiny_params('float32')
+  one, other = (cases.direction(batch, params, policy(name, 'forward', cap=3), on_device=n)[0] for n in (None, on_device))
+  assert offline.bits(one) == offline.bits(other)
+
+
+@pytest.mark.parametrize('name', OBJECTIVES)
 @pytest.mark.parametrize('granularity', scheduler.GRANULARITIES)
 def test_exact_sums_have_equal_bits_for_every_order_and_number_of_lanes(name, granularity):
   batch = offline.random_batch(np.random.default_rng(11), size=3, teacher=name == 'opd', shared=7)

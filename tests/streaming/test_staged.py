@@ -57,7 +57,7 @@ def streamed(params, t: types.Trajectory, weights, *, keep='all', dtype='float64
     padded = np.zeros((1, 8), np.int32)
     padded[0, :len(segment)] = segment
     inputs[0, done:done + len(segment)] = segment
-    kept = staged.turn_forward(functions, params, kept, padded, np.int32(len(segment)), kept.memory.keys.shape[1])
+    kept = staged.turn_forward(functions, params, kept, padded, np.int32(len(segment)), kept.memory.keys.shape[1], keep)
     at = [done + len(turn.context_ids) + i for i, m in enumerate(turn.scored_mask) if m]
     targets = [a for a, m in zip(turn.sampled.token_ids, turn.scored_mask) if m]
     done, before = done + len(segment), ids[-1]
@@ -70,13 +70,10 @@ def streamed(params, t: types.Trajectory, weights, *, keep='all', dtype='float64
   if not head_per_turn:
     result = head(0, waiting_positions, waiting_targets)
     gradients, cotangent = [result.gradient], result.cotangent
-  layers, adjoint = staged.complete(functions, params, kept, inputs, prompt, cotangent)
+  heads = jax.tree.map(lambda *parts: sum(parts), *gradients)
+  own, adjoint = staged.complete(functions, params, kept, inputs, prompt, heads, cotangent)
   below = functions.segment_gradient(params, functions.root(), prompt_tokens, adjoint)[0]
-  total = jax.tree.map(lambda x: np.asarray(x, np.float64), below)
-  for part in (layers, *gradients):
-    for name, leaves in part.items():
-      total[name] = jax.tree.map(np.add, total[name], leaves)
-  return total
+  return jax.tree.map(lambda a, b: np.asarray(a, np.float64) + b, own, below)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)

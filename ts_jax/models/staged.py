@@ -44,8 +44,12 @@ class Kept:
 
 def token_bytes(config: ModelConfig, keep: str, itemsize: int = 4) -> int:
   """Memory that one kept token takes, its keys and values included."""
-  features = sum(_features(config, keep).values()) + 2 * config.kv_heads * config.head_dim
-  return itemsize * (config.layers * features + config.width)
+  return value_bytes(config, keep, itemsize) + itemsize * (2 * config.layers * config.kv_heads * config.head_dim + config.width)
+
+
+def value_bytes(config: ModelConfig, keep: str, itemsize: int = 4) -> int:
+  """Memory of what is kept of a token for the backward pass only."""
+  return itemsize * config.layers * sum(_features(config, keep).values())
 
 
 def _features(config: ModelConfig, keep: str) -> dict[str, int]:
@@ -58,25 +62,23 @@ def _features(config: ModelConfig, keep: str) -> dict[str, int]:
           'up': config.ffn_width}
 
 
-def begin(config: ModelConfig, prompt: llama.Boundary, capacity: int, keep: str = 'all') -> Kept:
-  """An empty trajectory behind a prompt of boundary state `prompt`, with room for `capacity` tokens."""
+def begin(config: ModelConfig, prompt: llama.Boundary, capacity: int, keep: str | None = 'all') -> Kept:
+  """An empty trajectory behind a prompt of boundary state `prompt`, with room for `capacity` tokens; `keep` None: values elsewhere."""
   dtype = prompt.keys.dtype
   room = ((0, 0), (0, capacity), (0, 0), (0, 0))
   memory = prompt.replace(keys=jnp.pad(prompt.keys, room), values=jnp.pad(prompt.values, room))
-  values = {name: jnp.zeros((config.layers, 1, capacity, n), dtype) for name, n in _features(config, keep).items()}
+  values = {} if keep is None else {n: jnp.zeros(shape, dtype) for n, shape in value_shapes(config, capacity, keep).items()}
   return Kept(values, memory, jnp.zeros((1, capacity, config.width), dtype), prompt.length)
 
 
-def trim(kept: Kept, capacity: int) -> Kept:
-  """The same trajectory with room for its first `capacity` tokens only."""
-  spare = kept.capacity - capacity
-  cut = lambda x: x[:, :x.shape[1] - spare]
-  memory = kept.memory.replace(keys=cut(kept.memory.keys), values=cut(kept.memory.values))
-  return Kept(jax.tree.map(lambda x: x[:, :, :capacity], kept.values), memory, kept.hidden[:, :capacity], kept.start)
+def value_shapes(config: ModelConfig, capacity: int, keep: str) -> dict[str, tuple[int, ...]]:
+  """Shapes of `Kept.values`."""
+  return {name: (config.layers, 1, capacity, features) for name, features in _features(config, keep).items()}
 
 
-def extend(config: ModelConfig, params: llama.Params, kept: Kept, tokens: Array, count: Array, past: int) -> Kept:
-  """Runs the layers over the next tokens and keeps what the backward pass needs.
+def extend(config: ModelConfig, params: llama.Params, kept: Kept, tokens: Array, count: Array, past: int,
+           keep: str) -> tuple[Kept, dict[str, Array]]:
+  """Runs the layers over the next tokens.
 
   Args:
     config: sizes.
@@ -85,14 +87,15 @@ def extend(config: ModelConfig, params: llama.Params, kept: Kept, tokens: Array,
     tokens: [1, T] int32, trailing padding is harmless.
     count: scalar, real tokens among the T.
     past: positions of the memory to attend to, at least its length.
+    keep: what the backward pass will read.
 
   Returns:
-    The trajectory with `count` more tokens.
+    (the trajectory with `count` more tokens in memory and hidden states, their values [layers, 1, T, features] by name, which
+    `with_values` puts where they belong).
   """
   memory, dtype = kept.memory, kept.hidden.dtype
-  at = memory.length - kept.start
   rope = _rope(config, memory.length, tokens.shape[1], dtype)
-  every_layer = 'query' in kept.values
+  every_layer = 'query' in _features(config, keep)
 
   def layer(x, scanned):
     p, keys, values = scanned
@@ -109,32 +112,37 @@ def extend(config: ModelConfig, params: llama.Params, kept: Kept, tokens: Array,
 
   x, (new, own) = jax.lax.scan(layer, llama.embed(params, tokens, dtype),
                                (params['layers'], memory.keys[:, :past], memory.values[:, :past]))
-  put = lambda old, value: jax.lax.dynamic_update_slice_in_dim(old, value, at, axis=2)
   append = lambda old, value: jax.lax.dynamic_update_slice_in_dim(old, value[:, 0], memory.length, axis=1)
-  return Kept(
-      jax.tree.map(put, kept.values, new),
-      llama.Boundary(append(memory.keys, own[0]), append(memory.values, own[1]), memory.length + count),
-      jax.lax.dynamic_update_slice_in_dim(kept.hidden, x, at, axis=1), kept.start)
+  hidden = jax.lax.dynamic_update_slice_in_dim(kept.hidden, x, memory.length - kept.start, axis=1)
+  memory = llama.Boundary(append(memory.keys, own[0]), append(memory.values, own[1]), memory.length + count)
+  return Kept(kept.values, memory, hidden, kept.start), new
+
+
+def with_values(kept: Kept, new: dict[str, Array], count: Array) -> Kept:
+  """The trajectory with the values of its last `count` tokens, from `extend`."""
+  at = kept.memory.length - count - kept.start
+  return kept.replace(values=jax.tree.map(lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, at, axis=2), kept.values, new))
 
 
 def backward(config: ModelConfig, params: llama.Params, kept: Kept, tokens: Array, prompt: tuple[Array, Array],
-             cotangent: Array) -> tuple[llama.Params, tuple[Array, Array]]:
+             cotangent: Array, embedding: Array) -> tuple[llama.Params, tuple[Array, Array]]:
   """Gradient of the layers and embeddings of a whole trajectory, from the cotangent of its last layer's output.
 
   Args:
     config: sizes.
     params: parameters, layers stacked.
-    kept: the trajectory.
-    tokens: [1, C] int32 of all turns.
+    kept: the trajectory; may have more room than needed.
+    tokens: [1, T] int32 of all turns, T at most the room.
     prompt: (keys, values) of the prompt's boundary state, each [layers, P, kv_heads, head_dim].
-    cotangent: [1, C, D] of `kept.hidden`; zero where nothing is scored.
+    cotangent: [1, T, D] of `kept.hidden`; zero where nothing is scored.
+    embedding: [V, D], what the embedding's gradient is added to: that of a tied head, or zeros.
 
   Returns:
     ({'embed', 'layers'}, adjoint of `prompt`).
   """
-  dtype = kept.hidden.dtype
-  rope = _rope(config, kept.start, kept.capacity, dtype)
-  own = tuple(jax.lax.dynamic_slice_in_dim(x, kept.start, kept.capacity, axis=1)[:, None]
+  dtype, length = kept.hidden.dtype, tokens.shape[1]
+  rope = _rope(config, kept.start, length, dtype)
+  own = tuple(jax.lax.dynamic_slice_in_dim(x, kept.start, length, axis=1)[:, None]
               for x in (kept.memory.keys, kept.memory.values))
   attend = lambda q, k, v, pk, pv: attention.prefix_attention(q, k, v, pk, pv, kept.start)
 
@@ -143,8 +151,12 @@ def backward(config: ModelConfig, params: llama.Params, kept: Kept, tokens: Arra
     forward pass are not needed for them, and are not computed."""
     return jax.vjp(lambda p, *args: kind(config).apply({'params': p}, *args), p, *args)[1](cotangent)
 
+  # Cut layer by layer: of all layers at once it would be a copy of everything that is kept.
+  filled = lambda value: jax.tree.map(lambda x: x[:, :length], value)
+
   def parts(dx, scanned):
     p, value, (key, val), (past_key, past_value) = scanned
+    value = filled(value)
     take = lambda *names: {n: p[n] for n in names}
     heads = lambda y: y.reshape(*y.shape[:2], config.heads, config.head_dim)
     dp, dmiddle, dgate, dup = pull(llama.MlpOutput, take('down'), dx, value['middle'], value['gate'], value['up'])
@@ -158,6 +170,7 @@ def backward(config: ModelConfig, params: llama.Params, kept: Kept, tokens: Arra
 
   def whole(dx, scanned):
     p, value, _, past = scanned
+    value = filled(value)
     block = llama.Block(config)
 
     def run(p, x, pk, pv):
@@ -169,9 +182,7 @@ def backward(config: ModelConfig, params: llama.Params, kept: Kept, tokens: Arra
   past = tuple(x.astype(dtype) for x in prompt)
   dx, (layers, adjoint) = jax.lax.scan(parts if 'query' in kept.values else whole, cotangent,
                                        (params['layers'], kept.values, own, past), reverse=True)
-  table = params['embed']['embedding']
-  embedding = jnp.zeros_like(table).at[tokens[0]].add(dx[0].astype(table.dtype))
-  return {'embed': {'embedding': embedding}, 'layers': layers}, adjoint
+  return {'embed': {'embedding': embedding.at[tokens[0]].add(dx[0].astype(embedding.dtype))}, 'layers': layers}, adjoint
 
 
 def _rope(config: ModelConfig, first: Array, length: int, dtype) -> tuple[Array, Array]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ts_jax.models import llama, staged as staged_model
@@ -29,27 +30,28 @@ def _piece(buckets) -> int:
 
 @dataclasses.dataclass
 class _Open:
-  """Inputs that have run forward, and with a teacher the turns whose head has run."""
+  """Inputs that have run forward, and with a teacher the turns whose head has run; `host`: the values, where they are not in `kept`."""
 
   kept: staged_model.Kept
   inputs: np.ndarray
+  host: dict[str, np.ndarray] | None = None
   heads: list[sources_lib.SourceData] = dataclasses.field(default_factory=list)
   head: tuple | None = None  # (gradient, cotangent), summed
   log_probs: list[np.ndarray] = dataclasses.field(default_factory=list)
 
 
 class ForwardTrajectories(open_trajectories.OpenTrajectories):
-  """Keeps what one backward pass needs."""
+  """Keeps what one backward pass needs: on the device, or where there is no room for more in host memory."""
 
   span_kind = 'forward'
 
-  def __init__(self, functions, buckets, max_tokens, teacher=False, keep='all'):
-    """As the base class; `keep`: see `models.staged`."""
+  def __init__(self, functions, buckets, max_tokens, teacher=False, keep='all', on_device=None):
+    """As the base class; `keep`: see `models.staged`; `on_device`: trajectories that keep values on the device, None for all."""
     super().__init__(functions, buckets, max_tokens, teacher)
-    self._keep, self._piece = keep, _piece(buckets)
+    self._keep, self._piece, self._on_device = keep, _piece(buckets), on_device
     self._room = room(buckets, max_tokens)
 
-  def steps(self, at):
+  def _steps(self, at):
     known = self._running[at]
     return len(known.turns) + (known.scored(True) if self._teacher else 0)
 
@@ -64,7 +66,13 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
       behind = int(prompt.length) + start
       past = next(n for n in self._pasts(prompt, state.kept.memory.keys.shape[1]) if n >= behind)
       tokens = sources_lib.padded(piece, self._buckets)
-      state.kept = staged.turn_forward(self._functions, params, state.kept, tokens, np.int32(len(piece)), past)
+      settings = self._functions, params, state.kept, tokens, np.int32(len(piece)), past, self._keep
+      if state.host is None:
+        state.kept = staged.turn_forward(*settings)
+      else:
+        state.kept, values = staged.turn_forward_apart(*settings)
+        for name, value in values.items():
+          state.host[name][:, :, start:start + len(piece)] = np.asarray(value)[:, :, :len(piece)]
       state.inputs = inputs[:start + len(piece)]
     if self._teacher:
       for index in range(len(state.heads), known.scored(True)):
@@ -76,8 +84,10 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
     self.advance(params, before, prompt, at)
     state, known = self._open.pop(at), self._running[at]
     tokens = sources_lib.padded(state.inputs, self._buckets)
+    if state.host is not None:
+      state.kept = state.kept.replace(values={n: jnp.asarray(x[:, :, :tokens.shape[1]]) for n, x in state.host.items()})
     if self._teacher:
-      result = staged.complete_source(self._functions, params, state.kept, tokens, prompt, *state.head)
+      result = staged.complete(self._functions, params, state.kept, tokens, prompt, *state.head)
       return sources_lib.SourceResult(*result, np.concatenate(state.log_probs)[None])
     turns = [known.data(i, False) for i in range(len(known.turns))]
     mask, goal = np.concatenate([t.mask for t in turns]), np.concatenate([t.completion for t in turns])
@@ -88,27 +98,43 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
   def warm_up(self, params, prompt):
     for length in self._buckets.up_to(self._piece):
       for past in self._pasts(prompt, prompt.keys.shape[1] + self._room):
-        kept = staged.begin(self._functions, prompt, self._room, self._keep)
-        staged.turn_forward(self._functions, params, kept, np.zeros((1, length), np.int32), np.int32(length), past)
-    kept, head = staged.begin(self._functions, prompt, self._room, self._keep), None
+        run = lambda function, keep: function(self._functions, params, staged.begin(self._functions, prompt, self._room, keep),
+                                              np.zeros((1, length), np.int32), np.int32(length), past, self._keep)
+        run(staged.turn_forward, self._keep)
+        if self._on_device is not None:
+          run(staged.turn_forward_apart, None)
+    kept = staged.begin(self._functions, prompt, self._room, self._keep)
     for tokens, scored in self._scored_shapes():
-      zeros = np.zeros((1, tokens), np.int32)
-      row = np.full(scored, self._room, np.int32), np.zeros(scored, np.int32), np.zeros(scored)
-      if self._teacher:
-        result = staged.head_gradient(self._functions, params, kept.hidden, *row, np.zeros(scored))
-        head = open_trajectories.accumulate(head, (result.gradient, result.cotangent))
-        result = staged.complete_source(self._functions, params, kept, zeros, prompt, *head)
-        yield sources_lib.SourceResult(*result, np.zeros((1, 1)))
-      else:
-        yield staged.source_gradient(self._functions, params, kept, zeros, prompt, *row)
+      if self._on_device is not None:  # values fetched from host memory have no spare room
+        fetched = kept.replace(values={n: x[:, :, :tokens] for n, x in kept.values.items()})
+        jax.block_until_ready(self._run_complete(params, fetched, prompt, tokens, scored))
+      yield self._run_complete(params, kept, prompt, tokens, scored)
+
+  def _run_complete(self, params, kept: staged_model.Kept, prompt: llama.Boundary, tokens: int, scored: int) -> sources_lib.SourceResult:
+    zeros = np.zeros((1, tokens), np.int32)
+    row = np.full(scored, self._room, np.int32), np.zeros(scored, np.int32), np.zeros(scored)
+    if not self._teacher:
+      return staged.source_gradient(self._functions, params, kept, zeros, prompt, *row)
+    head = None
+    for _ in range(2):
+      result = staged.head_gradient(self._functions, params, kept.hidden, *row, np.zeros(scored))
+      head = open_trajectories.accumulate(head, (result.gradient, result.cotangent))
+    return sources_lib.SourceResult(*staged.complete(self._functions, params, kept, zeros, prompt, *head), np.zeros((1, 1)))
 
   def _state(self, prompt: llama.Boundary, at: open_trajectories.At, inputs: np.ndarray) -> _Open:
     """What has been done of this attempt; starts over where another attempt's turns were done."""
     state = self._open.get(at)
     if state is None or not (np.array_equal(inputs[:len(state.inputs)], state.inputs)
                              and self._running[at].begins_with(state.heads, self._teacher)):
-      state = self._open[at] = _Open(staged.begin(self._functions, prompt, self._room, self._keep), inputs[:0])
+      self._open.pop(at, None)
+      elsewhere = self._on_device is not None and sum(s.host is None for s in self._open.values()) >= self._on_device
+      kept = staged.begin(self._functions, prompt, self._room, None if elsewhere else self._keep)
+      state = self._open[at] = _Open(kept, inputs[:0], self._host_values(prompt) if elsewhere else None)
     return state
+
+  def _host_values(self, prompt: llama.Boundary) -> dict[str, np.ndarray]:
+    shapes = staged_model.value_shapes(self._functions.config, self._room, self._keep)
+    return {name: np.zeros(shape, prompt.keys.dtype) for name, shape in shapes.items()}
 
   def _scored_row(self, positions: np.ndarray, targets: np.ndarray, length: int, weight: float):
     """Padded (positions, targets, weights) of the output head; padded positions point behind what is kept."""

@@ -15,7 +15,7 @@ from ts_jax.kernels import fold
 from ts_jax.models import llama
 from ts_jax.objectives import policy_gradient
 from ts_jax.objectives.objective import Objective
-from ts_jax.streaming import scheduler, sources as sources_lib
+from ts_jax.streaming import branches, open_trajectories, scheduler, sources as sources_lib
 from ts_jax.streaming.buckets import Buckets
 from ts_jax.streaming.open_trajectories import OpenTrajectories
 
@@ -93,6 +93,7 @@ class Lane:
     self._version = policy_version
     self._groups: dict[int, _Group] = {}
     self._data: dict[tuple[int, int], sources_lib.SourceData] = {}
+    self._trees: dict[tuple[int, int], tuple[branches.Segment, ...]] = {}
     self._batch: fold.Sum | None = None
     self._root: llama.Boundary | None = None
     self._root_adjoint: fold.Sum | None = None
@@ -122,6 +123,8 @@ class Lane:
           f'the update runs at {self._version}')
     at = (trajectory.group, trajectory.index)
     self._data[at] = sources_lib.SourceData.of(trajectory)
+    if trajectory.branches:
+      self._trees[at] = branches.segments(trajectory)
     if self._trajectories is not None:
       self._trajectories.complete(at, trajectory.turns)
     return self._data[at]
@@ -223,13 +226,15 @@ class Lane:
       weights = [w * c for w, c in zip(weights, work.coefficients)]
     index = work.indices[0] if len(work.indices) == 1 else -1
     with _Timed(self, spans, 'source', work.group, index, tokens=sum(d.tokens for d in data)):
-      if self._trajectories is None:
+      if any((work.group, i) in self._trees for i in work.indices):
+        result = self._with_branches(work, weights)
+      elif self._trajectories is None:
         batch = sources_lib.pack(before, data, weights, self._buckets, self._objective.needs_teacher)
         result = self._functions.source_gradient(self._params, boundary, batch)
       else:
         result = self._trajectories.gradient(self._params, before, boundary, (work.group, index), weights[0])
       jax.block_until_ready(result)
-    self._measure_gap(data, np.asarray(result.log_probs))
+    self._measure_gap(data, result.log_probs)
     with _Timed(self, spans, 'fold', work.group, index):
       if work.coefficients is not None:
         scale = 1.0 if packed else work.coefficients[0]
@@ -241,6 +246,23 @@ class Lane:
         self._groups[work.group].held[work.indices[0]] = result
       else:
         self._fold_statistics(work.group, result, work.reward)
+
+  def _with_branches(self, work: scheduler.SourceWork, weights: Sequence[float]) -> sources_lib.SourceResult:
+    """Sources whose history was rewritten, and others packed with them, one by one."""
+    sums, log_probs = None, []
+    boundary, before = self._groups[work.group].boundary, self._plans[work.group].prompt_ids[-1]
+    for index, weight in zip(work.indices, weights):
+      at, teacher = (work.group, index), self._objective.needs_teacher
+      if at in self._trees:
+        if self._trajectories is not None:
+          self._trajectories.discard(at)
+        one = branches.gradient(self._functions, self._params, self._trees[at], boundary, weight, self._buckets, teacher)
+      else:
+        batch = sources_lib.pack(before, [self._data[at]], [weight], self._buckets, teacher)
+        one = self._functions.source_gradient(self._params, boundary, batch)
+      sums = open_trajectories.accumulate(sums, (one.gradient, one.adjoint))
+      log_probs += list(np.asarray(one.log_probs))
+    return sources_lib.SourceResult(*sums, log_probs)
 
   def _fold_statistics(self, group: int, result: sources_lib.SourceResult, reward: float) -> None:
     state = self._groups[group]
@@ -280,9 +302,9 @@ class Lane:
       if self._shares(work.group):
         self._root_adjoint = jax.block_until_ready(_begin_or_fold(self._kind, self._root_adjoint, above))
 
-  def _measure_gap(self, data: Sequence[sources_lib.SourceData], log_probs: np.ndarray) -> None:
-    for row, source in enumerate(data):
-      gap = np.abs(log_probs[row, :source.scored] - source.sampler_log_probs[source.mask])
+  def _measure_gap(self, data: Sequence[sources_lib.SourceData], log_probs: Sequence[np.ndarray]) -> None:
+    for row, source in zip(log_probs, data):
+      gap = np.abs(np.asarray(row)[:source.scored] - source.sampler_log_probs[source.mask])
       self.gap += SamplerGap(float(gap.sum()), float(gap.max()), source.scored)
 
 

@@ -47,6 +47,11 @@ class Turns:
     """How many turns, from the first on, have everything that `data` needs."""
     return next((i for i in range(len(self.turns)) if self.data(i, teacher) is None), len(self.turns))
 
+  @property
+  def branches(self) -> bool:
+    """A turn rewrote history: nothing more is worked on early."""
+    return any(t.keeps is not None for t in self.turns)
+
   def begins_with(self, done: Sequence[sources_lib.SourceData], teacher: bool) -> bool:
     """The first turns are still those that were worked on."""
     return self.scored(teacher) >= len(done) and all(map(_same, done, (self.data(i, teacher) for i in range(len(done)))))
@@ -100,6 +105,10 @@ class OpenTrajectories(abc.ABC):
     self._running.clear()
     self._open.clear()
 
+  def discard(self, at: At) -> None:
+    """Forgets what was done early of a trajectory."""
+    self._open.pop(at, None)
+
   def drop(self, group: int) -> None:
     """Forgets a closed group's trajectories."""
     for table in (self._running, self._open):
@@ -122,9 +131,13 @@ class OpenTrajectories(abc.ABC):
     """Takes the trajectory as it ended."""
     self._running[at] = Turns(list(turns), {t.index: t.teacher_log_probs for t in turns if t.teacher_log_probs is not None})
 
-  @abc.abstractmethod
   def steps(self, at: At) -> int:
-    """How much could run early by now: grows with every turn or score that makes work possible."""
+    """How much could run early by now: grows with every turn or score that makes work possible; 0 once history was rewritten."""
+    return 0 if self._running[at].branches else self._steps(at)
+
+  @abc.abstractmethod
+  def _steps(self, at: At) -> int:
+    ...
 
   @abc.abstractmethod
   def advance(self, params, before: int, prompt: llama.Boundary, at: At) -> int:

@@ -181,6 +181,10 @@ class SourceFunctions:
     """Gradient of the batch's weighted score with respect to parameters and boundary state (Equations 4 and 8)."""
     return _source_gradient(self, params, boundary, batch)
 
+  def inner_gradient(self, params, boundary: llama.Boundary, batch: SourceBatch, adjoint: tuple[Array, Array]) -> SourceResult:
+    """As `source_gradient` for one row with children behind it, which want `adjoint` of its boundary state (`segment_gradient`)."""
+    return _inner_gradient(self, params, boundary, batch, adjoint)
+
   def turn_gradient(self, params, boundary: llama.Boundary, batch: SourceBatch, length: Array,
                     capacity: int) -> tuple[SourceResult, llama.Boundary]:
     """As `source_gradient` for one row, with the boundary state behind its first `length` tokens beside it."""
@@ -199,21 +203,31 @@ def _segment_gradient(self: SourceFunctions, params, boundary, tokens, adjoint):
     state = boundary.replace(keys=memory[0], values=memory[1])
     return llama.forward(self.config, params, tokens, state, dtype=self.dtype, remat=tokens.shape[1] > self.remat_tokens)[1]
 
-  width, past = tokens.shape[1], boundary.keys.shape[1]
+  primal, pullback = jax.vjp(own, params, (boundary.keys, boundary.values))
+  gradient, parent = pullback(_own_part(adjoint, boundary, primal))
+  return gradient, _with_parents_part(parent, adjoint, boundary)
 
-  def mine(a, p):  # rows behind the parent's, as far as they go
+
+def _own_part(adjoint, boundary, own):
+  """What children want of a segment's own keys and values: the rows behind its parent's, as far as they go."""
+  def mine(a, p):
+    width = p.shape[2]
     room = jnp.pad(a, ((0, 0), (0, width), (0, 0), (0, 0)))
     return jax.lax.dynamic_slice_in_dim(room, boundary.length, width, axis=1)[:, None].astype(p.dtype)
 
-  primal, pullback = jax.vjp(own, params, (boundary.keys, boundary.values))
-  gradient, parent = pullback(jax.tree.map(mine, adjoint, primal))
+  return jax.tree.map(mine, adjoint, own)
+
+
+def _with_parents_part(parent, adjoint, boundary):
+  """The segment's adjoint of its parent's boundary state, and what its children want of that."""
+  past = boundary.keys.shape[1]
   above = (jnp.arange(past) < boundary.length)[:, None, None]
 
   def theirs(a, more):
     reach = min(past, a.shape[1])
     return more.astype(a.dtype).at[:, :reach].add(jnp.where(above[:reach], a[:, :reach], 0))
 
-  return gradient, jax.tree.map(theirs, adjoint, parent)
+  return jax.tree.map(theirs, adjoint, parent)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -227,20 +241,32 @@ def _turn_gradient(self: SourceFunctions, params, boundary, batch, length, capac
   return result, llama.extend(boundary, own, length, capacity)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _inner_gradient(self: SourceFunctions, params, boundary, batch, adjoint):
+  def run(params, memory):
+    value, (log_probs, own) = _score(self, params, boundary, memory, batch)
+    return (value, own), log_probs
+
+  (value, own), pullback, log_probs = jax.vjp(run, params, (boundary.keys, boundary.values), has_aux=True)
+  gradient, parent = pullback((jnp.ones_like(value), _own_part(adjoint, boundary, own)))
+  return SourceResult(gradient, _with_parents_part(parent, adjoint, boundary), log_probs.reshape(1, -1))
+
+
 def _scored_gradient(self: SourceFunctions, params, boundary, batch):
-  rows, length, _ = batch.shape
-
-  def score(params, memory):
-    state = boundary.replace(keys=memory[0], values=memory[1])
-    hidden, own = llama.forward(self.config, params, batch.tokens, state, dtype=self.dtype, remat=length > self.remat_tokens)
-    chosen = jnp.take_along_axis(hidden, batch.positions[..., None], axis=1).reshape(-1, hidden.shape[-1])
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    flat = lambda x: x.reshape(-1).astype(wide)
-    value, log_probs = logprob.weighted_score(
-        chosen, llama.head_matrix(params).astype(hidden.dtype), batch.targets.reshape(-1), flat(batch.weights),
-        None if batch.teacher is None else flat(batch.teacher), self.temperature)
-    return value, (log_probs, own)
-
+  score = lambda params, memory: _score(self, params, boundary, memory, batch)
   grads, (log_probs, own) = jax.grad(score, argnums=(0, 1), has_aux=True)(params, (boundary.keys, boundary.values))
   adjoint = jax.tree.map(lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32)), grads[1])
-  return SourceResult(grads[0], adjoint, log_probs.reshape(rows, -1)), own
+  return SourceResult(grads[0], adjoint, log_probs.reshape(batch.shape[0], -1)), own
+
+
+def _score(self: SourceFunctions, params, boundary, memory, batch):
+  """(sum of weighted log-probs, (log-probs, the segments' own keys and values)), with `memory` the boundary's keys and values."""
+  state = boundary.replace(keys=memory[0], values=memory[1])
+  hidden, own = llama.forward(self.config, params, batch.tokens, state, dtype=self.dtype, remat=batch.shape[1] > self.remat_tokens)
+  chosen = jnp.take_along_axis(hidden, batch.positions[..., None], axis=1).reshape(-1, hidden.shape[-1])
+  wide = jnp.promote_types(hidden.dtype, jnp.float32)
+  flat = lambda x: x.reshape(-1).astype(wide)
+  value, log_probs = logprob.weighted_score(
+      chosen, llama.head_matrix(params).astype(hidden.dtype), batch.targets.reshape(-1), flat(batch.weights),
+      None if batch.teacher is None else flat(batch.teacher), self.temperature)
+  return value, (log_probs, own)

@@ -36,16 +36,24 @@ class HeadResult(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def begin(functions: sources.SourceFunctions, prompt: llama.Boundary, capacity: int, keep: str) -> staged.Kept:
+def begin(functions: sources.SourceFunctions, prompt: llama.Boundary, capacity: int, keep: str | None) -> staged.Kept:
   """An open trajectory behind its prompt, see `models.staged.begin`."""
   return staged.begin(functions.config, prompt, capacity, keep)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=2)
 def turn_forward(functions: sources.SourceFunctions, params, kept: staged.Kept, tokens: Array, count: Array,
-                 past: int) -> staged.Kept:
+                 past: int, keep: str) -> staged.Kept:
   """Appends a turn's tokens [1, T], of which `count` are real; consumes `kept`.  `past` bounds the memory's length."""
-  return staged.extend(functions.config, params, kept, tokens, count, past)
+  kept, values = staged.extend(functions.config, params, kept, tokens, count, past, keep)
+  return staged.with_values(kept, values, count)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=2)
+def turn_forward_apart(functions: sources.SourceFunctions, params, kept: staged.Kept, tokens: Array, count: Array,
+                       past: int, keep: str) -> tuple[staged.Kept, dict[str, Array]]:
+  """As `turn_forward`; the turn's values are returned instead of put with the others."""
+  return staged.extend(functions.config, params, kept, tokens, count, past, keep)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -77,12 +85,6 @@ def head_gradient(functions: sources.SourceFunctions, params, hidden: Array, pos
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def complete(functions: sources.SourceFunctions, params, kept: staged.Kept, tokens: Array, prompt: llama.Boundary, cotangent: Array):
-  """Backward pass of the layers over all turns: (gradient of 'embed' and 'layers', adjoint of the prompt's boundary state)."""
-  return staged.backward(functions.config, params, kept, tokens, (prompt.keys, prompt.values), cotangent)
-
-
-@functools.partial(jax.jit, static_argnums=0)
 def source_gradient(functions: sources.SourceFunctions, params, kept: staged.Kept, tokens: Array, prompt: llama.Boundary,
                     positions: Array, targets: Array, weights: Array) -> sources.SourceResult:
   """A complete trajectory's score gradient from kept values: output head, then layers backward.
@@ -95,23 +97,24 @@ def source_gradient(functions: sources.SourceFunctions, params, kept: staged.Kep
     prompt: the prompt's boundary state.
     positions, targets, weights: [S], as for `head_gradient`.
   """
-  head = head_gradient(functions, params, staged.trim(kept, tokens.shape[1]).hidden, positions, targets, weights)
-  return sources.SourceResult(*complete_source(functions, params, kept, tokens, prompt, head.gradient, head.cotangent), head.log_probs[None])
+  head = head_gradient(functions, params, kept.hidden[:, :tokens.shape[1]], positions, targets, weights)
+  return sources.SourceResult(*complete(functions, params, kept, tokens, prompt, head.gradient, head.cotangent), head.log_probs[None])
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def complete_source(functions: sources.SourceFunctions, params, kept: staged.Kept, tokens: Array, prompt: llama.Boundary,
-                    head: Any, cotangent: Array):
-  """A complete trajectory's (parameter gradient, adjoint of the prompt's boundary state) from the sums of its heads.
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
+def complete(functions: sources.SourceFunctions, params, kept: staged.Kept, tokens: Array, prompt: llama.Boundary, head: Any,
+             cotangent: Array):
+  """Backward pass of the layers over all turns, once no further turn can come.
 
   Args:
     functions, params, kept, tokens, prompt: as for `source_gradient`.
-    head: gradient of the final norm and the head.
+    head: gradient of the final norm and the head, summed over turns; consumed.
     cotangent: [1, C, D] of the last layer's output.
+
+  Returns:
+    (gradient of all parameters, adjoint of the prompt's boundary state).
   """
-  kept = staged.trim(kept, tokens.shape[1])
-  gradient, adjoint = complete(functions, params, kept, tokens, prompt, cotangent[:, :tokens.shape[1]])
-  merged = {**gradient, **{k: v for k, v in head.items() if k not in gradient}}
-  if 'embed' in head:
-    merged['embed'] = jax.tree.map(jnp.add, gradient['embed'], head['embed'])
-  return merged, jax.tree.map(lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32)), adjoint)
+  table = head['embed']['embedding'] if 'embed' in head else jnp.zeros_like(params['embed']['embedding'])
+  gradient, adjoint = staged.backward(functions.config, params, kept, tokens, (prompt.keys, prompt.values),
+                                      cotangent[:, :tokens.shape[1]], table)
+  return {**head, **gradient}, jax.tree.map(lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32)), adjoint)

@@ -54,14 +54,14 @@ class TurnTrajectories(open_trajectories.OpenTrajectories):
 
   span_kind = 'turn'
 
-  def steps(self, at):
+  def _steps(self, at):
     return self._running[at].scored(self._teacher)
 
   def advance(self, params, before, prompt, at):
     known, state = self._running[at], self._state(prompt, at)
     first, done = state.memory.length, len(state.data)
     self._check_length(at, len(known.ids()))
-    for index in range(done, self.steps(at)):
+    for index in range(done, self._steps(at)):
       self._run(params, before, prompt, state, known.data(index, self._teacher))
     jax.block_until_ready((state.memory, state.gradient))
     return int(state.memory.length - first)
