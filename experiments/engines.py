@@ -15,7 +15,8 @@ import numpy as np
 from experiments import learner, wiring
 from ts_jax import types
 from ts_jax.models import source, tokenizer as tokenizer_lib, weights
-from ts_jax.rollout import client as client_lib, process, publication
+from ts_jax.rollout import client as client_lib, process, publication, supervision
+from ts_jax.rollout.vllm import environment, process as vllm_process
 
 _WEIGHTS_SLACK = 3  # a publication briefly needs two files, and something should stay free
 
@@ -28,17 +29,19 @@ class Teacher:
     folder: its weights and tokenizer (beside `urls`: its tokenizer); None where only URLs are known.
     urls: engines that serve it already; empty: they are started.
     cores: of the engines that are started.
+    engine: their kind.
   """
 
   folder: pathlib.Path | None
   urls: tuple[str, ...]
   cores: tuple[int, ...]
+  engine: str
 
   @property
   def description(self) -> str:
     """Where it runs, and whether its tokenizer is known to be the student's."""
     if not self.urls:
-      return f'{self.folder} embedded on cores {list(self.cores)}'
+      return f'{self.folder} {self.engine} on cores {list(self.cores)}'
     compared = f"tokenizer as the student's ({self.folder})" if self.folder else (
         'its tokenizer was not compared with the student\'s: name its folder in config.teacher.source')
     return f"engine {', '.join(self.urls)}; {compared}"
@@ -73,7 +76,7 @@ def load_teacher(config, student: wiring.Student, engine_cores: Sequence[int], u
     model = weights.load_config(folder)
     tokenizer.check_matches(model)
     _check_teacher_context(config, model.max_positions, str(folder))
-  return Teacher(folder, tuple(settings.urls), cores)
+  return Teacher(folder, tuple(settings.urls), cores, settings.engine)
 
 
 def _teacher_context(config) -> int:
@@ -91,7 +94,7 @@ def _check_teacher_context(config, holds: int, where: str) -> None:
 class Replicas:
   """Engines that serve one model: the child processes where we started them, and their clients; the teacher's may be none."""
 
-  processes: tuple[process.EngineProcess, ...]
+  processes: tuple[supervision.ServerProcess, ...]
   clients: tuple[client_lib.EngineClient, ...]
 
   def wait_started(self) -> None:
@@ -114,7 +117,7 @@ def _shares(cores: Sequence[int], replicas: int) -> list[tuple[int, ...]]:
   return [tuple(int(c) for c in part) for part in np.array_split(np.asarray(cores), replicas)]
 
 
-def _readiness(engine: process.EngineProcess):
+def _readiness(engine: supervision.ServerProcess):
   """Waits until a restarted engine serves; gives up at once when it is beyond restarting."""
   async def wait():
     while not engine.ready.is_set():
@@ -126,15 +129,13 @@ def _readiness(engine: process.EngineProcess):
 
 @contextlib.contextmanager
 def rollout_engines(config, student: wiring.Student, cores: Sequence[int], logs: pathlib.Path, exchange: pathlib.Path, compile_cache: pathlib.Path):
-  """Starts the embedded engines (or connects to given URLs); they come up in the background, paused until published to."""
+  """Starts the engines (or connects to given URLs); they come up in the background and serve once published to."""
   context = wiring.limits(config).max_context_tokens
   with contextlib.ExitStack() as stack:
     publisher = publication.Publisher([], exchange)
     stack.callback(publisher.close)
-    make = lambda i, share: process.EngineProcess(
-        student.folder, log_path=logs / f'engine-{i}.log', slots=config.rollout.slots, max_context=context,
-        prefix_store_mb=config.rollout.prefix_store_mb, cores=share, compile_cache=compile_cache, warm_up=context,
-        bring_up=publisher.bring_up_to_date)
+    make = _maker(config, config.rollout, student.folder, logs / 'engine', context, compile_cache, config.vllm.gpus,
+                  publisher.bring_up_to_date)
     processes, clients = _replicas(stack, config.rollout.urls, make, _shares(cores, config.rollout.replicas), config.rollout.timeout_s)
     for client in clients:
       publisher.add(client)
@@ -149,9 +150,9 @@ def teachers(config, found: Teacher | None, logs: pathlib.Path, compile_cache: p
     return
   context = _teacher_context(config)
   with contextlib.ExitStack() as stack:
-    make = lambda i, share: process.EngineProcess(
-        found.folder, log_path=logs / f'teacher-{i}.log', slots=config.teacher.slots, max_context=context,
-        prefix_store_mb=config.rollout.prefix_store_mb, cores=share, compile_cache=compile_cache, warm_up=context)
+    # Its weights never change: any version will do, and vLLM's own name for it is none.
+    make = _maker(config, config.teacher, found.folder, logs / 'teacher', context, compile_cache, config.vllm.teacher_gpus,
+                  lambda control: control.set_version(0))
     scorers = Replicas(*_replicas(stack, found.urls, make, _shares(found.cores, config.teacher.replicas), config.teacher.timeout_s))
     for client in scorers.clients if found.urls else ():
       holds = next(iter(client.control.models()), {}).get('max_model_len')
@@ -160,9 +161,40 @@ def teachers(config, found: Teacher | None, logs: pathlib.Path, compile_cache: p
     yield scorers
 
 
-def _replicas(stack: contextlib.ExitStack, urls: Sequence[str], make: Callable[[int, tuple[int, ...]], process.EngineProcess],
+def _maker(config, settings, folder: pathlib.Path, log: pathlib.Path, context: int, compile_cache: pathlib.Path, gpus: Sequence[int],
+           bring_up: Callable) -> Callable[[int, tuple[int, ...]], supervision.ServerProcess]:
+  """Makes a replica from its number and cores.
+
+  Args:
+    config: the run's.
+    settings: `config.rollout` or `config.teacher`.
+    folder: the model.
+    log: beginning of the log's path.
+    context: tokens of prompt and reply.
+    compile_cache: of the embedded engine.
+    gpus: of all replicas together.
+    bring_up: see `supervision.ServerProcess`.
+  """
+  name = lambda i: log.with_name(f'{log.name}-{i}.log')
+  if settings.engine == 'embedded':
+    return lambda i, share: process.EngineProcess(
+        folder, log_path=name(i), slots=settings.slots, max_context=context, prefix_store_mb=config.rollout.prefix_store_mb,
+        cores=share, compile_cache=compile_cache, warm_up=context, bring_up=bring_up)
+  if settings.engine != 'vllm':
+    raise types.ConfigError(f"engine {settings.engine!r} is unknown: use 'embedded' or 'vllm'")
+  python, vllm = environment.ensure(config.vllm.venv), config.vllm
+  dtype = vllm.dtype if vllm.dtype != 'auto' else {'cpu': 'float32', 'cuda': 'bfloat16'}[environment.accelerator()]
+  if 0 < len(gpus) < settings.replicas:
+    raise types.ConfigError(f'{settings.replicas} replicas on GPUs {list(gpus)}: name at least one GPU for each in config.vllm')
+  devices = _shares(tuple(gpus), settings.replicas)
+  return lambda i, share: vllm_process.VllmProcess(
+      python, folder, log_path=name(i), slots=settings.slots, max_context=context, dtype=dtype, cores=share, gpus=devices[i],
+      memory_fraction=vllm.memory_fraction, kv_space_gib=vllm.kv_space_gib, bring_up=bring_up, start_timeout_s=vllm.start_timeout_s)
+
+
+def _replicas(stack: contextlib.ExitStack, urls: Sequence[str], make: Callable[[int, tuple[int, ...]], supervision.ServerProcess],
               shares: Sequence[tuple[int, ...]], timeout_s: float):
-  """(processes, clients): of engines that run at `urls`, or of new ones, one a share of cores, that end with `stack`."""
+  """(processes, clients): of engines that run at `urls`, or of new ones, one for each share of cores, that end with `stack`."""
   if urls:
     clients = tuple(client_lib.EngineClient(u, timeout_s=timeout_s, score_timeout_s=timeout_s) for u in urls)
     for client in clients:

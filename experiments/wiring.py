@@ -133,7 +133,7 @@ def describe(config, student: Student, tasks: TaskSets | None, box: sandbox_lib.
   if tasks is None:
     lines.append(f'rollout   replay of {config.rollout.replay}, times x {config.rollout.replay_scale:g}; learner on cores {learner}')
   else:
-    engine = ', '.join(config.rollout.urls) or f'embedded on cores {list(engine_cores)}'
+    engine = ', '.join(config.rollout.urls) or f'{config.rollout.engine} on cores {list(engine_cores)}'
     lines += [f'tasks     {len(tasks.train)} train, {len(tasks.dev)} dev, {len(tasks.held_out)} held out',
               f'rollout   engine {engine}; learner on cores {learner}', f'sandbox   {box.backend.description}']
   if teacher:

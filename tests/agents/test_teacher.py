@@ -11,7 +11,7 @@ from tests.agents.scripted import block, drain, groups_of, kinds, make_pool, Scr
 from ts_jax import types
 from ts_jax.agents import teacher as teacher_lib
 from ts_jax.rollout import client as client_lib
-from ts_jax.rollout import process
+from ts_jax.rollout import supervision
 
 
 class FakeTeacher:
@@ -249,7 +249,7 @@ def test_a_score_holds_no_engine_slot(make):
 
 
 def test_an_unreachable_teacher_ends_the_update_after_its_clients_deadline(make):
-  url = f'http://127.0.0.1:{process.free_port()}'
+  url = f'http://127.0.0.1:{supervision.free_port()}'
   run = make([block('submit')])
   run.setup = dataclasses.replace(run.setup, retries=2)
   pool, events = make_pool(run, teacher_factories=[lambda: client_lib.EngineClient(url, score_timeout_s=0.5)])

@@ -16,7 +16,7 @@ from tests.experiments.conftest import TINY
 from ts_jax import types
 from ts_jax.agents import sandbox as sandbox_lib
 from ts_jax.models import llama, source, weights
-from ts_jax.rollout import process
+from ts_jax.rollout import supervision
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))
 TEACHER = dataclasses.replace(TINY, width=48, layers=3, ffn_width=64, heads=3, kv_heads=3, head_dim=16)  # larger than its student
@@ -110,7 +110,7 @@ def test_start_lines_say_where_the_teacher_is_and_whether_its_tokenizer_was_comp
 
 
 def test_a_teacher_that_is_not_there_is_named_at_once(config, student, tmp_path):
-  config.teacher.update(dict(source='', urls=(f'http://127.0.0.1:{process.free_port()}',)))
+  config.teacher.update(dict(source='', urls=(f'http://127.0.0.1:{supervision.free_port()}',)))
   with pytest.raises(types.InfrastructureError, match=config.teacher.urls[0]):
     with engines.teachers(config, load(config, student), tmp_path, tmp_path):
       pass

@@ -11,7 +11,7 @@ import pytest
 
 from ts_jax import types
 from ts_jax.rollout import client as client_lib
-from ts_jax.rollout import process
+from ts_jax.rollout import supervision
 from ts_jax.rollout import protocol
 from ts_jax.rollout.client import GenerateRequest
 
@@ -34,7 +34,7 @@ async def serving(handler):
   app.add_routes([web.post('/inference/v1/generate', handler), web.get('/health', healthy)])
   runner = web.AppRunner(app, shutdown_timeout=0.1)
   await runner.setup()
-  port = process.free_port()
+  port = supervision.free_port()
   await web.TCPSite(runner, '127.0.0.1', port).start()
   try:
     async with client_lib.EngineClient(f'http://127.0.0.1:{port}', model='m') as client:
@@ -105,7 +105,7 @@ def test_a_hung_server_ends_in_a_deadline_error():
 
 def test_a_server_that_is_not_there_ends_in_a_deadline_error():
   async def go():
-    async with client_lib.EngineClient(f'http://127.0.0.1:{process.free_port()}') as client:
+    async with client_lib.EngineClient(f'http://127.0.0.1:{supervision.free_port()}') as client:
       await client.generate(GenerateRequest((1,), 2), timeout_s=0.6)
   with pytest.raises(types.InfrastructureError, match='not back within 0.6 s'):
     asyncio.run(go())

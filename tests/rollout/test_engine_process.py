@@ -16,7 +16,7 @@ from tests.rollout.tiny_engine import prompt
 from ts_jax import types
 from ts_jax.models import weights as weights_lib
 from ts_jax.rollout import client as client_lib
-from ts_jax.rollout import process
+from ts_jax.rollout import process, supervision
 from ts_jax.rollout import publication
 from ts_jax.rollout.client import GenerateRequest
 
@@ -93,7 +93,7 @@ def test_weights_with_another_checksum_are_refused_and_the_old_ones_kept(engine,
 
 
 def test_a_replica_that_cannot_be_reached_is_named(engine, tmp_path):
-  gone = client_lib.EngineClient(f'http://127.0.0.1:{process.free_port()}')
+  gone = client_lib.EngineClient(f'http://127.0.0.1:{supervision.free_port()}')
   publisher = publication.Publisher([gone], tmp_path, restart_timeout_s=0.3)
   with pytest.raises(types.InfrastructureError, match=f'1 of 1 engines did not take version 1: {gone.url}'):
     publisher.publish(tiny_engine.random_params(0), tiny_engine.CONFIG, 1)

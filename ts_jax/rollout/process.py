@@ -1,37 +1,17 @@
-"""The embedded engine as a supervised child process: started, watched, restarted at the right version, ended with us."""
+"""The embedded engine as a supervised child process."""
 
 from __future__ import annotations
 
-import logging
 import os
 import pathlib
-import socket
-import subprocess
 import sys
-import threading
-import time
 from typing import Callable, Sequence
 
-from ts_jax import types
-from ts_jax.rollout import control as control_lib
-
-_WATCH_S = 0.2
-_LOG_TAIL_BYTES = 3000
+from ts_jax.rollout import control as control_lib, supervision
 
 
-def free_port() -> int:
-  """A TCP port nobody listens on at the moment."""
-  with socket.socket() as s:
-    s.bind(('127.0.0.1', 0))
-    return s.getsockname()[1]
-
-
-class EngineProcess:
-  """One embedded engine.  The URL stays the same across restarts.
-
-  The child starts paused; `bring_up` (usually `Publisher.bring_up_to_date`) gives it the current weights, and only then
-  does it serve.  A supervisor thread restarts it when it dies, reports itself dead, or stops answering.
-  """
+class EngineProcess(supervision.ServerProcess):
+  """One embedded engine.  The child starts paused."""
 
   def __init__(self, model_folder: str | pathlib.Path, *, log_path: str | pathlib.Path, slots: int = 16, max_context: int = 2048,
                prefix_store_mb: int = 512, cores: Sequence[int] = (), port: int | None = None,
@@ -42,170 +22,19 @@ class EngineProcess:
 
     Args:
       model_folder: Hugging Face folder of the weights of version 0.
-      log_path: its output, appended.
       slots, max_context, prefix_store_mb, warm_up: see the server's flags.
       cores: cores to pin it to; empty for all.
       port: TCP port; a free one when None.
       compile_cache: folder of the persistent compilation cache.
-      bring_up: called with the healthy, paused engine before it serves, at each start.
-      start_timeout_s: how long a start may take.
-      hang_timeout_s: how long /health may go unanswered before the engine is killed.
-      max_restarts: restarts in all, after which `failure` is set.
+      log_path, bring_up, start_timeout_s, hang_timeout_s, max_restarts: see the base class.
     """
-    self.port = port or free_port()
-    self.url = f'http://127.0.0.1:{self.port}'
-    self.control = control_lib.EngineControl(self.url)
-    self.log_path = pathlib.Path(log_path)
-    self.restarts = 0
-    self.failure: str | None = None
-    self.ready = threading.Event()
-    self._bring_up = bring_up
-    self._start_timeout_s, self._hang_timeout_s, self._max_restarts = start_timeout_s, hang_timeout_s, max_restarts
-    self._command = [
-        sys.executable, '-m', 'ts_jax.rollout.engine.server', f'--model={model_folder}', f'--port={self.port}', f'--slots={slots}',
+    port = port or supervision.free_port()
+    super().__init__([
+        sys.executable, '-m', 'ts_jax.rollout.engine.server', f'--model={model_folder}', f'--port={port}', f'--slots={slots}',
         f'--max_context={max_context}', f'--prefix_store_mb={prefix_store_mb}', f'--warm_up={warm_up}', '--paused',
-        f'--die_with_parent={os.getpid()}', f"--cores={','.join(map(str, cores))}", f'--compile_cache={compile_cache or ""}']
-    self._child: subprocess.Popen | None = None
-    self._stopping = threading.Event()
-    self._settled = threading.Event()  # the first start succeeded or failed
-    self._supervisor: threading.Thread | None = None
+        f'--die_with_parent={os.getpid()}', f"--cores={','.join(map(str, cores))}", f'--compile_cache={compile_cache or ""}'],
+        port=port, log_path=log_path, bring_up=bring_up, start_timeout_s=start_timeout_s, hang_timeout_s=hang_timeout_s,
+        max_restarts=max_restarts)
 
-  def __enter__(self) -> 'EngineProcess':
-    self.start()
-    return self
-
-  def __exit__(self, *exc) -> None:
-    self.stop()
-
-  @property
-  def pid(self) -> int | None:
-    """Process id of the running child."""
-    return self._child.pid if self._child and self._child.poll() is None else None
-
-  def start(self, wait: bool = True) -> None:
-    """Starts the engine; with `wait`, returns when it serves.
-
-    Raises:
-      InfrastructureError: it did not come up; the message holds the end of its log.
-    """
-    # Every child is spawned by the supervisor: the kernel ties a child to the thread that made it.
-    self._supervisor = threading.Thread(target=self._supervise, name='engine-supervisor', daemon=True)
-    self._supervisor.start()
-    if wait:
-      self.wait_started()
-
-  def wait_started(self) -> None:
-    """Returns when the first start has succeeded (to start several engines side by side).
-
-    Raises:
-      InfrastructureError: it did not come up.
-    """
-    self._settled.wait()
-    if self.failure:
-      self.stop()
-      raise types.InfrastructureError(self.failure)
-
-  def wait_ready(self, deadline_s: float) -> None:
-    """Returns when the engine serves, also after a restart.
-
-    Raises:
-      InfrastructureError: it has failed for good, or not within `deadline_s` seconds.
-    """
-    end = time.monotonic() + deadline_s
-    while not (self.ready.wait(_WATCH_S) and self.pid):
-      if self.failure or time.monotonic() > end:
-        raise types.InfrastructureError(
-            self.failure or f'engine {self.url} was not ready within {deadline_s:g} s: {self._log_tail()}')
-
-  def stop(self) -> None:
-    """Ends the child and the supervision; safe to call twice."""
-    self._stopping.set()
-    if self._supervisor and self._supervisor is not threading.current_thread():
-      self._supervisor.join()
-    self._end_child()
-
-  def _supervise(self) -> None:
-    while not self._stopping.is_set():
-      try:
-        self._start_child()
-        self.ready.set()
-        self._settled.set()
-        reason = self._watch()
-      except types.TsJaxError as e:
-        reason = str(e)
-        if not self._settled.is_set():  # it never worked: restarting will not help
-          self.failure = reason
-      except OSError as e:
-        reason = self.failure = f'engine cannot be started ({self._command[0]}): {e}'
-      self.ready.clear()
-      self._end_child()
-      if self._stopping.is_set():
-        break
-      if not self.failure and self.restarts == self._max_restarts:
-        self.failure = f'engine {self.url} died {self.restarts + 1} times and is given up; last: {reason}'
-      if self.failure:
-        logging.error('%s', self.failure)
-        break
-      self.restarts += 1
-      logging.warning('engine %s: %s; restart %d of %d', self.url, reason, self.restarts, self._max_restarts)
-    self._settled.set()
-
-  def _start_child(self) -> None:
-    self.log_path.parent.mkdir(parents=True, exist_ok=True)
-    with open(self.log_path, 'ab') as log:
-      # A session of its own: Ctrl-C reaches us only, and we end the engine when nobody needs it any more.
-      self._child = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                                     start_new_session=True)
-    end = time.monotonic() + self._start_timeout_s
-    while True:
-      if self._child.poll() is not None:
-        raise types.InfrastructureError(f'engine ended with status {self._child.returncode} while starting: {self._log_tail()}')
-      if time.monotonic() > end or self._stopping.is_set():
-        raise types.InfrastructureError(f'engine {self.url} did not start within {self._start_timeout_s:g} s: {self._log_tail()}')
-      try:
-        if self.control.health(timeout_s=2.0).get('pid') == self._child.pid:  # not somebody else's, on the same port
-          break
-      except types.InfrastructureError:
-        pass  # not yet
-      time.sleep(_WATCH_S)
-    if self._bring_up:
-      self._bring_up(self.control)
-    self.control.resume()
-
-  def _watch(self) -> str:
-    """Returns why the child has to be replaced (or an empty string when stopping)."""
-    last_answer = time.monotonic()
-    next_health = 0.0
-    while not self._stopping.wait(_WATCH_S):
-      if self._child.poll() is not None:
-        return f'ended with status {self._child.returncode}: {self._log_tail()}'
-      if time.monotonic() < next_health:
-        continue
-      next_health = time.monotonic() + 1.0
-      try:
-        self.control.health(timeout_s=5.0)
-        last_answer = time.monotonic()
-      except types.InfrastructureError as e:
-        if 'answered 500' in str(e):
-          return str(e)
-        if time.monotonic() - last_answer > self._hang_timeout_s:
-          return f'no sign of life for {self._hang_timeout_s:g} s'
-    return ''
-
-  def _end_child(self) -> None:
-    if self._child is None:
-      return
-    if self._child.poll() is None:
-      self._child.terminate()
-      try:
-        self._child.wait(5.0)
-      except subprocess.TimeoutExpired:
-        self._child.kill()
-    self._child.wait()
-
-  def _log_tail(self) -> str:
-    try:
-      data = self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors='replace').strip()
-    except OSError as e:
-      data = f'(unreadable: {e})'
-    return f'the end of its log {self.log_path}:\n{data}'
+  def _is_ours(self) -> bool:
+    return self.control.health(timeout_s=2.0).get('pid') == self._child.pid
