@@ -121,18 +121,20 @@ def parse_sampled(reply: Any, where: str) -> types.SampledTokens:
 
 
 def parse_prompt_log_probs(reply: Any, token_ids: tuple[int, ...], where: str) -> tuple[list[float | None], int]:
-  """Reads a scoring reply: (log-prob of each prompt token or None, cached tokens).
+  """Reads a scoring reply: (log-prob of each prompt token, None up to the cached ones; cached tokens).
 
   Raises:
     InfrastructureError: malformed.
   """
   try:
+    cached = int(((reply.get('usage') or {}).get('prompt_tokens_details') or {}).get('cached_tokens') or 0)
     values: list[float | None] = []
-    for token, entry in zip(token_ids, reply['prompt_logprobs'], strict=True):
+    for position, (token, entry) in enumerate(zip(token_ids, reply['prompt_logprobs'], strict=True)):
+      if position and position <= cached:  # whatever stands there was not computed for this request
+        entry = None
       entry = entry[str(token)]['logprob'] if isinstance(entry, dict) else entry
       values.append(None if entry is None else float(entry))
-    cached = ((reply.get('usage') or {}).get('prompt_tokens_details') or {}).get('cached_tokens') or 0
-    return values, int(cached)
+    return values, cached
   except (KeyError, TypeError, ValueError, AttributeError) as e:
     raise types.InfrastructureError(f'{where}: the reply holds no prompt log-probs ({type(e).__name__}: {e}): '
                                     f'{str(reply)[:200]!r}') from e
