@@ -184,7 +184,10 @@ class EngineClient:
     if reply.status != 200:
       raise types.ConfigError(f'{where}: refused with HTTP {reply.status}: {control_lib.error_message(text)}')
     try:
-      return json.loads(text)
+      answer = json.loads(text)
+      if protocol.is_unpublished(answer):
+        raise _Unavailable('it serves the weights it started with', answered=False)
+      return answer
     except ValueError as e:
       raise types.InfrastructureError(f'{where}: the reply is not JSON ({e}): is another server behind this URL?  It began '
                                       f'{text[:120]!r}') from e

@@ -88,6 +88,14 @@ def _named(request_id: str) -> dict[str, str]:
   return {'request_id': request_id} if request_id else {}
 
 
+def is_unpublished(reply: Any) -> bool:
+  """The tokens come from weights that nobody published: a vLLM server that has just started serves such."""
+  try:
+    return any(span['version'] == 'default' for choice in reply['choices'] for span in choice.get('weight_versions') or [])
+  except (KeyError, TypeError, AttributeError):
+    return False
+
+
 def parse_sampled(reply: Any, where: str) -> types.SampledTokens:
   """Reads a generate reply.
 
