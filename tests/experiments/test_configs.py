@@ -24,7 +24,6 @@ def train(*arguments, timeout_s=120):
     ('--config.learner.cores=99', 'may use'),
     ('--config.schedule.accumulator=float8', 'float8'),
     ('--config.objective.name=ppo', "'ppo' is unknown"),
-    ('--config.objective.kl=-1.0', 'kl=-1.0 must be finite and not negative'),
     ('--config.agent.max_prompt_tokens=50', 'max_prompt_tokens'),
     ("--config.rollout.urls=('http://127.0.0.1:9',)", '127.0.0.1:9'),
 ])

@@ -6,6 +6,7 @@ import pytest
 from experiments import offline
 from tests.streaming import cases
 from ts_jax.objectives import distillation, policy_gradient
+from ts_jax.objectives.terms import Terms
 from ts_jax.streaming import buckets as buckets_lib, lane as lane_lib, scheduler, sources, staged, warmup
 
 
@@ -32,14 +33,15 @@ def test_shapes_cover_half_and_whole_scored_positions():
 
 
 @pytest.mark.parametrize('granularity', ['turn', 'forward'])
-@pytest.mark.parametrize('objective', [policy_gradient.PolicyGradient(), distillation.Distillation()], ids=['grpo', 'opd'])
+@pytest.mark.parametrize('objective', [policy_gradient.PolicyGradient(), distillation.Distillation(),
+                                       policy_gradient.PolicyGradient(terms=Terms(entropy=0.1))], ids=['grpo', 'opd', 'entropy'])
 def test_no_compilation_after_warm_up_when_turns_are_worked_on(granularity, objective):
   buckets, params, teacher = buckets_lib.Buckets((24,)), cases.tiny_params('float32'), objective.needs_teacher
   policy = scheduler.Policy(granularity, admission_cap=2, kept_cap=3, objective=objective)
   batch = offline.random_batch(np.random.default_rng(0), groups=2, teacher=teacher, shared=9)
   shared = lane_lib.shared_prefix([g.prompt_ids for g in batch.groups], at_least=1)
   learner = cases.make_lane(policy=policy, buckets=buckets, shared=shared)
-  warmup.warm_up(sources.SourceFunctions(cases.TINY), params, buckets, prompt_tokens=[len(g.prompt_ids) for g in batch.groups],
+  warmup.warm_up(sources.SourceFunctions(cases.TINY, terms=objective.terms), params, buckets, prompt_tokens=[len(g.prompt_ids) for g in batch.groups],
                  max_tokens=20, rows=(1,), accumulator='float32', shared_tokens=len(shared), objective=objective,
                  trajectories=learner._trajectories)
   jitted = (staged.begin, staged.turn_forward, staged.source_gradient, staged.head_gradient, staged.complete_source, sources._turn_gradient,
