@@ -74,7 +74,7 @@ def get_config() -> config_dict.ConfigDict:
           aggregation='',  # 'sequence', 'trajectory', 'constant' (max_trajectory_tokens), 'token'; empty: the objective's own
           epsilon=1e-6,  # added to the standard deviation
           advantage_clip=0.0,  # largest advantage, either way; 0: not clipped
-          max_distinct_rewards=4,  # sums per open group (per lane with baseline 'batch') where advantages are clipped or 'leave_one_out_std'
+          max_distinct_rewards=4,  # sums per open group (lane, with baseline 'batch') where advantages are clipped or 'leave_one_out_std'
           reward_centre=0.75,  # middle of the reward range; streamed statistics are taken about it
           importance_cap=0.0,  # truncated importance weights against the sampler's log-probs, at most this; 0: none
           kl=0.0,  # coefficient of the KL to the reference model (see `reference`)

@@ -59,7 +59,8 @@ def _terms(config) -> Terms:
   if settings.name == 'opd':
     for name, unset in (('aggregation', ('', 'token')), ('estimator', ('',)), ('baseline', ('group',)), ('advantage_clip', (0.0,))):
       if settings[name] not in unset:
-        raise ValueError(f"objective 'opd' is a mean over all scored tokens, without rewards: unset config.objective.{name}={settings[name]!r}")
+        raise ValueError("objective 'opd' is a mean over all scored tokens, without rewards: unset "
+                         f'config.objective.{name}={settings[name]!r}')
   return Terms(settings.importance_cap or None, settings.kl, settings.kl_estimator, settings.entropy)
 
 
@@ -72,10 +73,12 @@ def _policy_gradient(config, terms: Terms) -> policy_gradient.PolicyGradient:
   least = {'leave_one_out': 2, 'leave_one_out_std': 3}.get(made.estimator, 1)
   size = config.batch.group_size * (config.batch.prompts if made.needs_batch else 1)
   if size < least:
-    raise ValueError(f'estimator {made.estimator!r} needs at least {least} rewards, a {made.baseline} has {size}: raise config.batch.group_size')
+    raise ValueError(f'estimator {made.estimator!r} needs at least {least} rewards, a {made.baseline} has {size}: raise '
+                     'config.batch.group_size')
   if made.estimator == 'leave_one_out_std' and made.advantage_clip is None and made.epsilon < _LEAST_DEVIATION:
-    raise ValueError(f"with epsilon={made.epsilon} estimator 'leave_one_out_std' gives a trajectory whose others are all equal an advantage of "
-                     f'{1 / made.epsilon:.0e} times the difference: set config.objective.advantage_clip, or epsilon to at least {_LEAST_DEVIATION}')
+    raise ValueError(f"with epsilon={made.epsilon} estimator 'leave_one_out_std' gives a trajectory whose others are all equal an "
+                     f'advantage of {1 / made.epsilon:.0e} times the difference: set config.objective.advantage_clip, or epsilon to at '
+                     f'least {_LEAST_DEVIATION}')
   return made
 
 

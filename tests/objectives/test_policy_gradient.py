@@ -11,7 +11,7 @@ FORMULAS = {  # (rewards, epsilon)
     'standardised': lambda r, e: (r - r.mean()) / (np.sqrt(np.mean((r - r.mean())**2)) + e),
     'mean': lambda r, e: r - r.mean(),
     'leave_one_out': lambda r, e: np.array([x - np.delete(r, i).mean() for i, x in enumerate(r)]),
-    'leave_one_out_std': lambda r, e: np.array([(x - o.mean()) / (o.std() + e) for x, o in ((x, np.delete(r, i)) for i, x in enumerate(r))]),
+    'leave_one_out_std': lambda r, e: np.array([(x - np.delete(r, i).mean()) / (np.delete(r, i).std() + e) for i, x in enumerate(r)]),
 }
 
 

@@ -155,7 +155,8 @@ def with_rewards(batch, rewards):
 @pytest.mark.parametrize('granularity', ['batch', 'trajectory'])
 @pytest.mark.parametrize('objective', [
     policy_gradient.PolicyGradient(advantage_clip=1.0), policy_gradient.PolicyGradient('leave_one_out_std'),
-    policy_gradient.PolicyGradient(baseline='batch'), policy_gradient.PolicyGradient('mean', baseline='batch', advantage_clip=1.0)], ids=str)
+    policy_gradient.PolicyGradient(baseline='batch'),
+    policy_gradient.PolicyGradient('mean', baseline='batch', advantage_clip=1.0)], ids=str)
 def test_equal_rewards_give_exactly_zero(objective, granularity, exact):
   batch = with_rewards(offline.random_batch(np.random.default_rng(3), groups=2), [[0.7] * 4] * 2)
   got, result = cases.direction(batch, cases.tiny_params('float32'), policy(objective, granularity, exact),
@@ -167,7 +168,8 @@ def test_equal_rewards_give_exactly_zero(objective, granularity, exact):
 def test_a_uniform_group_keeps_its_place_where_its_direction_is_not_zero(params64, granularity, exact):
   made = offline.random_batch(np.random.default_rng(3), groups=2, reference=True, shared=7, scored_rate=0.4)
   batch = with_rewards(made, [[0.7] * 4, [0.7, 0.7, 0.7, 1.5]])
-  for objective in (policy_gradient.PolicyGradient('mean', baseline='batch'), policy_gradient.PolicyGradient(epsilon=EPSILON, terms=COUNTED)):
+  for objective in (policy_gradient.PolicyGradient('mean', baseline='batch'),
+                    policy_gradient.PolicyGradient(epsilon=EPSILON, terms=COUNTED)):
     with jax.enable_x64(True):
       got, result = cases.direction(batch, params64, policy(objective, granularity, exact, packed=granularity == 'batch'),
                                     dtype='float64', share=True, accumulator='exact' if exact else 'float32')

@@ -250,7 +250,8 @@ def test_a_reward_without_a_sum_waits_for_its_advantage():
 
 def test_a_batch_baseline_closes_groups_when_the_last_reward_of_the_batch_is_known():
   state = begin(s.Policy(admission_cap=1, objective=policy_gradient.PolicyGradient('mean', baseline='batch')), size=1, groups=3)
-  state, issued = feed(state, *(e for g in range(2) for e in (s.ContentReady(g, 0, 3, 64), s.RewardReady(g, 0, 1.0))), s.ContentReady(2, 0, 3, 64))
+  known = (e for g in range(2) for e in (s.ContentReady(g, 0, 3, 64), s.RewardReady(g, 0, 1.0)))
+  state, issued = feed(state, *known, s.ContentReady(2, 0, 3, 64))
   done = []
   while issued:
     done.append(issued[0].work)
@@ -266,7 +267,8 @@ def test_a_batch_baseline_closes_groups_when_the_last_reward_of_the_batch_is_kno
 
 def test_terms_without_an_advantage_keep_uniform_groups():
   objective = policy_gradient.PolicyGradient(terms=Terms(entropy=0.1))
-  state, issued = feed(begin(s.Policy('group', objective=objective), size=1, groups=1), s.ContentReady(0, 0, 3, 64), s.RewardReady(0, 0, 1.0))
+  state = begin(s.Policy('group', objective=objective), size=1, groups=1)
+  state, issued = feed(state, s.ContentReady(0, 0, 3, 64), s.RewardReady(0, 0, 1.0))
   assert issued[0].work == s.SourceWork(0, (0,), s.Service.FINAL, coefficients=(0.0,)) and state.skipped == 0
 
 

@@ -41,8 +41,9 @@ def test_no_compilation_after_warm_up_when_turns_are_worked_on(granularity, obje
   batch = offline.random_batch(np.random.default_rng(0), groups=2, teacher=teacher, shared=9)
   shared = lane_lib.shared_prefix([g.prompt_ids for g in batch.groups], at_least=1)
   learner = cases.make_lane(policy=policy, buckets=buckets, shared=shared)
-  warmup.warm_up(sources.SourceFunctions(cases.TINY, terms=objective.terms), params, buckets, prompt_tokens=[len(g.prompt_ids) for g in batch.groups],
-                 max_tokens=20, rows=(1,), accumulator='float32', shared_tokens=len(shared), objective=objective,
+  warmup.warm_up(sources.SourceFunctions(cases.TINY, terms=objective.terms), params, buckets,
+                 prompt_tokens=[len(g.prompt_ids) for g in batch.groups], max_tokens=20,
+                 rows=(1,), accumulator='float32', shared_tokens=len(shared), objective=objective,
                  trajectories=learner._trajectories)
   jitted = (staged.begin, staged.turn_forward, staged.source_gradient, staged.head_gradient, staged.complete_source, sources._turn_gradient,
             sources._segment_forward, sources._segment_gradient)

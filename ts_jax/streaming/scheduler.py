@@ -4,8 +4,9 @@
 lanes: it feeds events and runs what is assigned.  A schedule is a `Policy`; there is one machine for all of them.
 
 Service order at a free lane: fold a held gradient whose reward arrived; close a group; then sources, `final` (all
-rewards that advantages are relative to known) before `known` (its own reward known) before `content` (tokens fixed, verdict pending), in
-readiness order; then, at granularities `turn` and `forward`, turns of running trajectories; then prompts nobody asked for yet.
+rewards that advantages are relative to known) before `known` (its own reward known) before `content` (tokens fixed, verdict
+pending), in readiness order; then, at granularities `turn` and `forward`, turns of running trajectories; then prompts nobody
+asked for yet.
 """
 
 from __future__ import annotations
@@ -334,12 +335,18 @@ def _reward(state: State, event: RewardReady) -> State:
   if source.reward is not None:
     raise SchedulerError(f'{event}: rewarded before with {source.reward}')
   state = _with_source(state, event.group, event.index, reward=event.reward)
-  distinct = set(state.population(event.group)) - {None}
-  if not (state.policy.direct or state.policy.objective.affine) and len(distinct) > state.policy.reward_sums:
-    raise types.TsJaxError(f'group {event.group} brings the {len(distinct)} distinct rewards {sorted(distinct)}, and there are sums for '
-                           f'{state.policy.reward_sums}: raise config.objective.max_distinct_rewards (memory of the parameters\' size '
-                           'for each), or use the float32 accumulator, where further ones wait for their advantage')
+  if not (state.policy.direct or state.policy.objective.affine):
+    _check_sums(state, event.group)
   return state
+
+
+def _check_sums(state: State, group: int) -> None:
+  """Every reward has a sum; which of them had one would depend on their order otherwise."""
+  distinct, sums = set(state.population(group)) - {None}, state.policy.reward_sums
+  if len(distinct) > sums:
+    raise types.TsJaxError(f'group {group} brings the {len(distinct)} distinct rewards {sorted(distinct)}, and there are sums for {sums}: '
+                           "raise config.objective.max_distinct_rewards (memory of the parameters' size for each), or use the float32 "
+                           'accumulator, where further ones wait for their advantage')
 
 
 def _done(state: State, event: WorkDone) -> State:
