@@ -32,9 +32,10 @@ def test_shapes_cover_half_and_whole_scored_positions():
   assert warmup.shapes(buckets_lib.Buckets((8, 16)), 10, (1,)) == [(1, 8, 4), (1, 8, 8), (1, 16, 8), (1, 16, 16)]
 
 
-@pytest.mark.parametrize('granularity', ['turn', 'forward'])
-@pytest.mark.parametrize('objective', [policy_gradient.PolicyGradient(), distillation.Distillation(),
-                                       policy_gradient.PolicyGradient(terms=Terms(entropy=0.1))], ids=['grpo', 'opd', 'entropy'])
+GRPO, OPD, ENTROPY = policy_gradient.PolicyGradient(), distillation.Distillation(), policy_gradient.PolicyGradient(terms=Terms(entropy=0.1))
+
+
+@pytest.mark.parametrize('granularity, objective', [*((g, o) for o in (GRPO, OPD) for g in ('turn', 'forward')), ('turn', ENTROPY)])
 def test_no_compilation_after_warm_up_when_turns_are_worked_on(granularity, objective):
   buckets, params, teacher = buckets_lib.Buckets((24,)), cases.tiny_params('float32'), objective.needs_teacher
   policy = scheduler.Policy(granularity, admission_cap=2, kept_cap=3, objective=objective)
