@@ -61,6 +61,15 @@ def get_config() -> config_dict.ConfigDict:
           cores='auto',  # cores of its engines; 'auto': shares those of the rollout engine
           timeout_s=600.0,  # deadline of one score, restarts of the engine included
       ),
+      reference=config_dict.create(  # objective.kl > 0 only: the frozen model that the KL is to; settings as those of `teacher`
+          source='',  # empty: the initial student
+          urls=(),
+          engine='embedded',
+          replicas=1,
+          slots=16,
+          cores='auto',
+          timeout_s=600.0,
+      ),
       vllm=config_dict.create(  # servers that are started here, rollout's and teacher's
           venv='.venv-vllm',  # their environment; made when missing
           dtype='auto',  # of weights and activations; 'auto': float32 on a CPU, bfloat16 on GPUs
@@ -71,10 +80,18 @@ def get_config() -> config_dict.ConfigDict:
           start_timeout_s=600.0,
       ),
       objective=config_dict.create(
-          name='grpo',  # or 'dr_grpo', 'rloo', 'reinforce' (the group's mean as baseline), 'opd' (see `teacher`)
+          name='grpo',  # or 'dr_grpo', 'rloo', 'reinforce', 'opd' (see `teacher`)
+          estimator='',  # 'standardised', 'mean', 'leave_one_out', 'leave_one_out_std'; empty: the objective's own
+          baseline='group',  # or 'batch': advantages are relative to all rewards of the batch
           aggregation='',  # 'sequence', 'trajectory', 'constant' (max_trajectory_tokens), 'token'; empty: the objective's own
-          epsilon=1e-6,  # added to the group's standard deviation
+          epsilon=1e-6,  # added to the standard deviation
+          advantage_clip=0.0,  # largest advantage, either way; 0: not clipped
+          max_distinct_rewards=4,  # sums per open group (lane, with baseline 'batch') where advantages are clipped or 'leave_one_out_std'
           reward_centre=0.75,  # middle of the reward range; streamed statistics are taken about it
+          importance_cap=0.0,  # truncated importance weights against the sampler's log-probs, at most this; 0: none
+          kl=0.0,  # coefficient of the KL to the reference model (see `reference`)
+          kl_estimator='k3',  # or 'k1', 'k2'
+          entropy=0.0,  # coefficient of the policy's entropy
       ),
       batch=config_dict.create(prompts=32, group_size=8),
       optimizer=config_dict.create(

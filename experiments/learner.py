@@ -13,10 +13,15 @@ from ts_jax.kernels import fold
 from ts_jax.models import staged
 from ts_jax.objectives import distillation, policy_gradient
 from ts_jax.objectives.objective import Objective
+from ts_jax.objectives.terms import Terms
 from ts_jax.streaming import barrier, forward_trajectories, lane as lane_lib, open_trajectories as open_trajectories_lib, scheduler
 from ts_jax.streaming import sources, turn_trajectories, warmup
 from ts_jax.streaming.buckets import Buckets
 from ts_jax.telemetry import progress as progress_lib
+
+
+# What must be added to a deviation that may be zero beside a difference that is not.
+_LEAST_DEVIATION = 0.01
 
 
 def buckets(config) -> Buckets:
@@ -26,25 +31,55 @@ def buckets(config) -> Buckets:
 
 def functions(config, student: wiring.Student) -> sources.SourceFunctions:
   """The student's jitted learner functions."""
-  return sources.SourceFunctions(student.config, config.agent.temperature, config.model.dtype, config.learner.remat_tokens)
+  return sources.SourceFunctions(student.config, config.agent.temperature, config.model.dtype, config.learner.remat_tokens,
+                                 objective(config).terms)
 
 
 def objective(config) -> Objective:
-  """From late scalars to coefficients, by the objective's name; `aggregation` overrides the one that goes with the name."""
+  """From late scalars to coefficients, by the objective's name; `estimator` and `aggregation` override those that go with it.
+
+  Raises:
+    ConfigError: a value is unknown, or does not go with the others.
+  """
   settings = config.objective
-  if settings.name == 'opd':
-    if settings.aggregation not in ('', 'token'):
-      raise types.ConfigError(f"objective 'opd' is a mean over all scored tokens: unset config.objective.aggregation={settings.aggregation!r}")
-    return distillation.Distillation()
-  if settings.name not in policy_gradient.NAMES:
+  if settings.name not in (*policy_gradient.NAMES, 'opd'):
     raise types.ConfigError(f'objective {settings.name!r} is unknown: use one of {(*policy_gradient.NAMES, "opd")}')
-  estimator, aggregation = policy_gradient.NAMES[settings.name]
-  if estimator == 'leave_one_out' and config.batch.group_size < 2:
-    raise types.ConfigError(f'objective {settings.name!r} needs groups of at least two, config.batch.group_size is 1')
   try:
-    return policy_gradient.PolicyGradient(estimator, settings.aggregation or aggregation, settings.epsilon, config.agent.max_trajectory_tokens)
+    terms = _terms(config)
+    return distillation.Distillation(terms) if settings.name == 'opd' else _policy_gradient(config, terms)
   except ValueError as e:
     raise types.ConfigError(f'config.objective: {e}') from None
+
+
+def _terms(config) -> Terms:
+  settings = config.objective
+  if settings.kl > 0 and config.agent.temperature != 1:
+    raise ValueError(f'kl={settings.kl} compares with log-probs of the reference at temperature 1: set config.agent.temperature=1 (it is '
+                     f'{config.agent.temperature}), or kl=0')
+  if settings.name == 'opd':
+    for name, unset in (('aggregation', ('', 'token')), ('estimator', ('',)), ('baseline', ('group',)), ('advantage_clip', (0.0,))):
+      if settings[name] not in unset:
+        raise ValueError("objective 'opd' is a mean over all scored tokens, without rewards: unset "
+                         f'config.objective.{name}={settings[name]!r}')
+  return Terms(settings.importance_cap or None, settings.kl, settings.kl_estimator, settings.entropy)
+
+
+def _policy_gradient(config, terms: Terms) -> policy_gradient.PolicyGradient:
+  settings = config.objective
+  estimator, aggregation = policy_gradient.NAMES[settings.name]
+  made = policy_gradient.PolicyGradient(
+      settings.estimator or estimator, settings.aggregation or aggregation, settings.epsilon, config.agent.max_trajectory_tokens,
+      settings.baseline, settings.advantage_clip or None, terms)
+  least = {'leave_one_out': 2, 'leave_one_out_std': 3}.get(made.estimator, 1)
+  size = config.batch.group_size * (config.batch.prompts if made.needs_batch else 1)
+  if size < least:
+    raise ValueError(f'estimator {made.estimator!r} needs at least {least} rewards, a {made.baseline} has {size}: raise '
+                     'config.batch.group_size')
+  if made.estimator == 'leave_one_out_std' and made.advantage_clip is None and made.epsilon < _LEAST_DEVIATION:
+    raise ValueError(f"with epsilon={made.epsilon} estimator 'leave_one_out_std' gives a trajectory whose others are all equal an "
+                     f'advantage of {1 / made.epsilon:.0e} times the difference: set config.objective.advantage_clip, or epsilon to at '
+                     f'least {_LEAST_DEVIATION}')
+  return made
 
 
 def open_trajectories(config, student: wiring.Student, max_tokens: int) -> open_trajectories_lib.OpenTrajectories | None:
@@ -83,10 +118,13 @@ def policy(config) -> scheduler.Policy:
                             'schedule.granularity=trajectory')
   if config.learner.keep not in staged.KEEP:
     raise types.ConfigError(f'config.learner.keep={config.learner.keep!r} is unknown: use one of {staged.KEEP}')
+  if config.objective.max_distinct_rewards < 1:
+    raise types.ConfigError(f'config.objective.max_distinct_rewards={config.objective.max_distinct_rewards} must be at least 1')
   direct = settings.accumulator == 'float32'
   return scheduler.Policy(
       granularity='batch' if settings.name == 'sync' else settings.granularity, direct=direct, admission_cap=settings.admission_cap,
-      pack_rows=tuple(settings.pack_rows) if direct and not by_turns else (1,), objective=objective(config))
+      pack_rows=tuple(settings.pack_rows) if direct and not by_turns else (1,), objective=objective(config),
+      reward_sums=config.objective.max_distinct_rewards)
 
 
 def with_memory(policy: scheduler.Policy, config, student: wiring.Student, max_tokens: int) -> scheduler.Policy:
@@ -98,7 +136,8 @@ def with_memory(policy: scheduler.Policy, config, student: wiring.Student, max_t
   if not policy.by_turns:
     return policy
   if policy.granularity == 'turn':
-    size, remedy = turn_trajectories.held_bytes(student.config), 'or use schedule.granularity=forward'
+    passes = turn_trajectories.unit_passes(policy.objective.terms, policy.objective.needs_teacher)
+    size, remedy = turn_trajectories.held_bytes(student.config, len(passes)), 'or use schedule.granularity=forward'
     cap = int(config.learner.kept_mb * 1e6 // size)
   else:
     size, remedy = _forward_bytes(config, student, max_tokens)[0], "set learner.keep='inputs', or learner.kept_host_mb"
@@ -158,5 +197,5 @@ def prepared_lane(config, student: wiring.Student, policy: scheduler.Policy, par
   with progress_lib.Progress(shapes, title, 'shapes') as compiling:
     warmup.warm_up(functions(config, student), params, buckets(config), prompt_tokens=lengths, max_tokens=max_tokens,
                    rows=policy.pack_rows, accumulator=config.schedule.accumulator, shared_tokens=len(shared),
-                   teacher=policy.objective.needs_teacher, trajectories=trajectories, advance=compiling.advance)
+                   objective=policy.objective, trajectories=trajectories, advance=compiling.advance)
   return lane(config, student, trajectories, shared)

@@ -25,19 +25,20 @@ def shuffled_arrival(batch: types.LogicalBatch, rng: np.random.Generator) -> lis
   """A random interleaving of the trajectories' events; each has its turns in order, then its content, then its reward."""
   waiting = {}
   for t in batch.trajectories:
-    turns = [types.TurnFixed(t.update, t.group, t.index, dataclasses.replace(turn, teacher_log_probs=None)) for turn in t.turns]
+    turns = [types.TurnFixed(t.update, t.group, t.index, dataclasses.replace(turn, teacher_log_probs=None, reference_log_probs=None))
+             for turn in t.turns]
     waiting[t.key] = [types.RewardFixed(t), types.ContentFixed(t), *reversed(_with_scores(t, turns, rng))]
   keys = [key for key, events in waiting.items() for _ in events]
   return [waiting[keys[i]].pop() for i in rng.permutation(len(keys))]
 
 
 def _with_scores(t: types.Trajectory, fixed: Sequence[types.TurnFixed], rng: np.random.Generator) -> list[types.RolloutEvent]:
-  """A trajectory's turns in order, each one's teacher scores anywhere behind it."""
+  """A trajectory's turns in order, each one's scores anywhere behind it."""
   events: list[types.RolloutEvent] = list(fixed)
   for event, turn in zip(fixed, t.turns):
-    if turn.teacher_log_probs is not None:
+    for scorer, log_probs in turn.scores.items():
       at = rng.integers(events.index(event) + 1, len(events) + 1)
-      events.insert(at, types.TurnScored(t.update, t.group, t.index, turn.index, turn.teacher_log_probs))
+      events.insert(at, types.TurnScored(t.update, t.group, t.index, turn.index, log_probs, scorer))
   return events
 
 
@@ -78,12 +79,14 @@ def batch_direction(batch: types.LogicalBatch, params, lanes: Sequence[lane_lib.
 
 def random_batch(rng: np.random.Generator, *, groups: int = 3, size: int = 4, rewards: Sequence[float] = (0.0, 0.5, 1.5),
                  max_turns: int = 3, scored_rate: float = 0.8, vocab: int = 67, teacher: bool = False,
-                 shared: int = 0) -> types.LogicalBatch:
+                 shared: int = 0, reference: bool = False) -> types.LogicalBatch:
   """A batch with random prompts, turn structure, masks (some trajectories without a scored token) and rewards.
 
-  With `teacher` its turns carry teacher log-probs; `shared` ids begin every prompt.
+  With `teacher` its turns carry teacher log-probs, with `reference` those of a reference model, and random ones of the sampler;
+  `shared` ids begin every prompt.
   """
   made = []
+  log_probs = lambda action: tuple(float(x) for x in rng.normal(-3.0, 1.0, len(action)).clip(max=0))
   common = tuple(int(i) for i in rng.integers(0, vocab, shared))
   for g in range(groups):
     # Few distinct lengths: an unpadded reference compiles once for each.
@@ -97,9 +100,10 @@ def random_batch(rng: np.random.Generator, *, groups: int = 3, size: int = 4, re
       for t, action in enumerate(pieces[::2]):
         context = pieces[2 * t - 1] if t else ()
         mask = tuple(bool(x) for x in rng.random(len(action)) < scored_rate)
-        sampled = types.SampledTokens(action, (-1.0,) * len(action), 0, 0, types.FinishReason.STOP)
-        scores = tuple(float(x) for x in rng.normal(-3.0, 1.0, len(action)).clip(max=0)) if teacher else None
-        turns.append(types.Turn(t, context, sampled, mask, teacher_log_probs=scores))
+        scores = log_probs(action) if teacher else None
+        sampler, frozen = (log_probs(action), log_probs(action)) if reference else ((-1.0,) * len(action), None)
+        sampled = types.SampledTokens(action, sampler, 0, 0, types.FinishReason.STOP)
+        turns.append(types.Turn(t, context, sampled, mask, teacher_log_probs=scores, reference_log_probs=frozen))
       members.append(types.Trajectory(0, g, i, f'task{g}', 0, prompt, tuple(turns), types.TerminalReason.DONE,
                                       float(rng.choice(rewards))))
     made.append(types.Group(g, f'task{g}', prompt, tuple(members)))

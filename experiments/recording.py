@@ -49,12 +49,13 @@ def _sample(config, run: rundir.RunDirectory, updates: list[int], engine_cores: 
     tasks = wiring.load_tasks(config, run.path, student)
     exchange = stack.enter_context(engines_lib.exchange_folder(config, student, run.path))
     engines = stack.enter_context(engines_lib.rollout_engines(config, student, engine_cores, run.logs, exchange, cache))
-    teacher = engines_lib.load_teacher(config, student, engine_cores, sorted(os.sched_getaffinity(0)))
-    teachers = stack.enter_context(engines_lib.teachers(config, teacher, run.logs, cache))
-    engines.wait_started()
-    teachers.wait_started()
+    found = [engines_lib.load_teacher(config, student, engine_cores, sorted(os.sched_getaffinity(0)), name) for name in types.SCORERS]
+    teachers, references = (stack.enter_context(engines_lib.teachers(config, scorer, run.logs, cache)) for scorer in found)
+    for replicas in (engines, teachers, references):
+      replicas.wait_started()
     engines.publisher.publish(student.params(), student.config, 0)
-    agents = stack.enter_context(wiring.agent_pool(config, student, box, engines.clients, events.append, teachers.clients))
+    agents = stack.enter_context(wiring.agent_pool(config, student, box, engines.clients, events.append, teachers.clients,
+                                                   references.clients))
     run.write_manifest({**rundir.environment_facts(), 'model': config.model.source, 'model_folder': str(student.folder),
                         'model_checksum': weights.weights_checksum(student.folder),
                         'task_families': {t.task_id: t.family for t in tasks.all}, 'sandbox': box.backend.description,

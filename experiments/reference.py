@@ -257,3 +257,30 @@ def terms_gradient(config, params, trajectory, terms, columns, temperature=1.0, 
   gradient, log_probs = _terms_gradient(config, params, inputs, np.pad(at - 1, room), np.pad(tokens[at], room), terms, columns,
                                         temperature, rotary or str(dtype))
   return gradient, log_probs[:len(at)]
+
+
+def terms_direction(config, params, batch, coefficients, token_weight, terms, *, count=lambda group: 1 / len(group.trajectories),
+                    rotary=None):
+  """Ascent direction of an objective with token-local terms: each trajectory's total objective, differentiated and summed.
+
+  Args:
+    config, params, batch, rotary: as for `direction`.
+    coefficients: [groups][m], advantage over group size.
+    token_weight: a trajectory -> weight of each of its scored tokens.
+    terms: hashable, see `token_objective`.
+    count: a group -> coefficient of KL and entropy.
+
+  Turns carry the reference's log-probs where terms need them; those of a teacher, where there are any, make it a distillation.
+  """
+  total = jax.tree.map(lambda x: np.zeros(x.shape), params)
+  for group, of_group in zip(batch.groups, coefficients):
+    for t, coefficient in zip(group.trajectories, of_group):
+      if t.scored_tokens:
+        scored = lambda values: np.asarray(values)[np.asarray(t.completion_mask)]
+        weight = np.full(t.scored_tokens, token_weight(t))
+        columns = {'weights': coefficient * weight, 'counts': count(group) * weight, 'sampler': scored(t.completion_log_probs)}
+        for name, values in (('teacher', t.completion_teacher_log_probs), ('reference', t.completion_reference_log_probs)):
+          if values is not None:
+            columns[name] = scored(values)
+        add_to(total, terms_gradient(config, params, t, terms, columns, rotary=rotary)[0], 1)
+  return total

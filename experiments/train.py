@@ -98,7 +98,8 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   policy, optimizer = learner.policy(config), learner.optimizer(config)
   student = wiring.load_student(config)
   replaying = bool(config.rollout.replay)
-  teacher = None if replaying else engines_lib.load_teacher(config, student, engine_cores, sorted(everything))
+  teacher, reference = (None if replaying else engines_lib.load_teacher(config, student, engine_cores, sorted(everything), name)
+                        for name in types.SCORERS)
   box = None if replaying else stack.enter_context(wiring.sandbox(config))
   run = stack.enter_context(rundir.RunDirectory(workdir))
   resumed = run.open(config)
@@ -113,7 +114,8 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     families = {t.task_id: t.family for t in tasks.all}
     family_of = families.__getitem__
 
-  print(wiring.describe(config, student, tasks, box, engine_cores, teacher.description if teacher else ''), file=sys.stderr)
+  print(wiring.describe(config, student, tasks, box, engine_cores,
+                        *(scorer.description if scorer else '' for scorer in (teacher, reference))), file=sys.stderr)
 
   # ---- Engines start in the background while the learner compiles ------------------------------------------------------
   host_memory.keep_freed_memory()
@@ -126,7 +128,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   else:
     exchange = stack.enter_context(engines_lib.exchange_folder(config, student, workdir))
     engines = stack.enter_context(engines_lib.rollout_engines(config, student, engine_cores, run.logs, exchange, cache))
-    teachers = stack.enter_context(engines_lib.teachers(config, teacher, run.logs, cache))
+    teachers, references = (stack.enter_context(engines_lib.teachers(config, found, run.logs, cache)) for found in (teacher, reference))
 
   state = barrier.init(optimizer, student.params())
   checkpoints = checkpoints_lib.Checkpoints(run.checkpoints, config.checkpoint.keep)
@@ -164,9 +166,10 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
 
   if engines is not None:
     engines.wait_started()
-    teachers.wait_started()
+    for scorers in (teachers, references):
+      scorers.wait_started()
     engines.publisher.publish(state.params, student.config, state.policy_version)
-    agents = wiring.agent_pool(config, student, box, engines.clients, events.put_nowait, teachers.clients)
+    agents = wiring.agent_pool(config, student, box, engines.clients, events.put_nowait, teachers.clients, references.clients)
     stack.enter_context(agents)
 
   # ---- Training -------------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def validated(tasks: TaskSets, box: sandbox_lib.Sandbox, manifest: pathlib.Path)
 
 
 def describe(config, student: Student, tasks: TaskSets | None, box: sandbox_lib.Sandbox | None, engine_cores: Sequence[int],
-             teacher: str = '') -> str:
+             teacher: str = '', reference: str = '') -> str:
   """The few lines a run says about itself before it starts."""
   learner = sorted(os.sched_getaffinity(0))
   lines = [f'student   {config.model.source} ({student.folder})',
@@ -136,8 +136,7 @@ def describe(config, student: Student, tasks: TaskSets | None, box: sandbox_lib.
     engine = ', '.join(config.rollout.urls) or f'{config.rollout.engine} on cores {list(engine_cores)}'
     lines += [f'tasks     {len(tasks.train)} train, {len(tasks.dev)} dev, {len(tasks.held_out)} held out',
               f'rollout   engine {engine}; learner on cores {learner}', f'sandbox   {box.backend.description}']
-  if teacher:
-    lines.insert(1, f'teacher   {teacher}')
+  lines[1:1] = [f'{name:<10}{where}' for name, where in (('teacher', teacher), ('reference', reference)) if where]
   return '\n'.join(lines)
 
 
@@ -160,12 +159,14 @@ def sandbox(config) -> sandbox_lib.Sandbox:
 
 
 def agent_pool(config, student: Student, box: sandbox_lib.Sandbox, clients: Sequence[client_lib.EngineClient],
-               emit: Callable[[Any], None], teachers: Sequence[client_lib.EngineClient] = ()) -> pool.AgentPool:
-  """The agents; every event and span goes to `emit`, and with teachers every turn is scored by one of them."""
+               emit: Callable[[Any], None], teachers: Sequence[client_lib.EngineClient] = (),
+               references: Sequence[client_lib.EngineClient] = ()) -> pool.AgentPool:
+  """The agents; every event and span goes to `emit`; with teachers, or references, every turn is scored by one of them."""
   verifier = verifier_lib.Verifier(box)
   setup = loop.AgentSetup(
       environment_factory=lambda task: environment.TerminalEnvironment(box, task.path), template=student.template,
       verifier=verifier, limits=limits(config), retries=config.agent.retries)
-  factories, teacher_factories = ([lambda client=client: client for client in group] for group in (clients, teachers))
+  factories, teacher_factories, reference_factories = (
+      [lambda client=client: client for client in group] for group in (clients, teachers, references))
   return pool.AgentPool(setup, factories, run_seed=config.seed, concurrency=config.agent.concurrency, emit_event=emit, emit_span=emit,
-                        teacher_factories=teacher_factories)
+                        teacher_factories=teacher_factories, reference_factories=reference_factories)

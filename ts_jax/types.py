@@ -129,11 +129,15 @@ def _require(condition: bool, message: str) -> None:
     raise ValueError(message)
 
 
-def _require_teacher_log_probs(turn: int, log_probs: tuple[float, ...], sampled: int) -> None:
-  _require(len(log_probs) == sampled, f'turn {turn}: {len(log_probs)} teacher log-probs for {sampled} sampled ids')
+def _require_scores(scorer: str, turn: int, log_probs: tuple[float, ...], sampled: int) -> None:
+  _require(len(log_probs) == sampled, f'turn {turn}: {len(log_probs)} {scorer} log-probs for {sampled} sampled ids')
   for i, value in enumerate(log_probs):
     _require(math.isfinite(value) and value <= 1e-4,
-             f'turn {turn}: teacher log-prob {value} of sampled id {i} is not finite or is positive')
+             f'turn {turn}: {scorer} log-prob {value} of sampled id {i} is not finite or is positive')
+
+
+# Frozen models that score what the student samples; each has its log-probs in a turn.
+SCORERS = ('teacher', 'reference')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +180,7 @@ class Turn(Record):
     tool_start_s, tool_end_s: tool execution, seconds on the run's clock (equal when no tool ran).
     teacher_log_probs: the teacher's log-probability of each sampled id (temperature 1), or None where no teacher scored it.
     keeps: ids of the path so far, prompt included, that the context is appended to; None for all of them.
+    reference_log_probs: the same of the reference model, for a KL to it.
   """
 
   index: int
@@ -190,13 +195,20 @@ class Turn(Record):
   tool_end_s: float = 0.0
   teacher_log_probs: tuple[float, ...] | None = None
   keeps: int | None = None
+  reference_log_probs: tuple[float, ...] | None = None
 
   def __post_init__(self):
     _require(self.index >= 0, f'turn index {self.index} is negative')
     _require(len(self.scored_mask) == len(self.sampled.token_ids),
              f'turn {self.index}: mask of {len(self.scored_mask)} for {len(self.sampled.token_ids)} sampled ids')
-    if self.teacher_log_probs is not None:
-      _require_teacher_log_probs(self.index, self.teacher_log_probs, len(self.sampled.token_ids))
+    for scorer, log_probs in self.scores.items():
+      _require_scores(scorer, self.index, log_probs, len(self.sampled.token_ids))
+
+  @property
+  def scores(self) -> dict[str, tuple[float, ...]]:
+    """Log-probs of the sampled ids by scorer, of those that scored them."""
+    named = {'teacher': self.teacher_log_probs, 'reference': self.reference_log_probs}
+    return {scorer: log_probs for scorer, log_probs in named.items() if log_probs is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,9 +292,17 @@ class Trajectory(Record):
   @property
   def completion_teacher_log_probs(self) -> tuple[float, ...] | None:
     """Teacher log-probs over `completion_ids`; 0 where nothing was sampled; None if a turn with sampled ids has no scores."""
-    if any(t.teacher_log_probs is None and t.sampled.token_ids for t in self.turns):
+    return self._completion_scores('teacher')
+
+  @property
+  def completion_reference_log_probs(self) -> tuple[float, ...] | None:
+    """Reference log-probs over `completion_ids`, as the teacher's."""
+    return self._completion_scores('reference')
+
+  def _completion_scores(self, scorer: str) -> tuple[float, ...] | None:
+    if any(scorer not in t.scores and t.sampled.token_ids for t in self.turns):
       return None
-    return tuple(p for t in self.turns for p in (0.0,) * len(t.context_ids) + (t.teacher_log_probs or ()))
+    return tuple(p for t in self.turns for p in (0.0,) * len(t.context_ids) + t.scores.get(scorer, ()))
 
   @property
   def scored_tokens(self) -> int:
@@ -354,16 +374,18 @@ class TurnFixed(Record):
 
 @dataclasses.dataclass(frozen=True)
 class TurnScored(Record):
-  """Rollout event: the teacher has scored the sampled ids of turn `turn`, which was announced by `TurnFixed` before."""
+  """Rollout event: `scorer` has scored the sampled ids of turn `turn`, which was announced by `TurnFixed` before."""
 
   update: int
   group: int
   index: int
   turn: int
   log_probs: tuple[float, ...]
+  scorer: str = 'teacher'
 
   def __post_init__(self):
-    _require_teacher_log_probs(self.turn, self.log_probs, len(self.log_probs))
+    _require(self.scorer in SCORERS, f'scorer {self.scorer!r} is none of {SCORERS}')
+    _require_scores(self.scorer, self.turn, self.log_probs, len(self.log_probs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,7 +418,7 @@ class Span(Record):
   """One interval of work, for release traces and timelines.
 
   Attributes:
-    kind: 'engine', 'tool', 'teacher', 'verify', 'forward', 'turn', 'source', 'prompt', 'fold', 'reduce', 'optimizer', 'publish', 'compile'.
+    kind: 'engine', 'tool', 'teacher', 'reference', 'verify', 'forward', 'turn', 'source', 'prompt', 'fold', 'reduce', 'optimizer', 'publish', 'compile'.
     start_s, end_s: seconds on the run's clock.
     update, group, index, turn: what it belongs to (-1 where it does not apply).
     lane: learner lane (-1 for rollout work).

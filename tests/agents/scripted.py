@@ -49,7 +49,7 @@ class Run:
   """One trajectory or pool, with everything it emitted."""
 
   def __init__(self, template, sandbox, folder, replies, *, verifier=None, factory=None, retries=0, engine=None, deadlines=None,
-               teacher=None, **limits):
+               teacher=None, reference=None, **limits):
     self.events, self.spans, self.workdirs = [], [], []
     self.engine = engine or ScriptedEngine(template, replies)
     self.template = template
@@ -61,7 +61,8 @@ class Run:
       return Verdict(1.0, (f'made={int((workdir / "made").exists())}',))
     self.setup = loop_lib.AgentSetup(
         environment_factory=factory or (lambda task: environment_lib.TerminalEnvironment(sandbox, folder)), template=template,
-        verifier=verifier or verify, limits=self.limits, retries=retries, deadlines=deadlines or loop_lib.Deadlines(), teacher=teacher)
+        verifier=verifier or verify, limits=self.limits, retries=retries, deadlines=deadlines or loop_lib.Deadlines(), teacher=teacher,
+        reference=reference)
 
   def go(self):
     ids = prompt.prompt_ids(self.template, 'do it', (), self.limits, 'task')

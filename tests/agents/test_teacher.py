@@ -84,6 +84,25 @@ def test_each_turns_new_tokens_are_scored_with_the_students_exact_ids(make):
   assert all(s.ready_s <= s.start_s <= s.end_s <= t.content_s for s in spans)
 
 
+def test_a_reference_scores_beside_the_teacher(make):
+  half = lambda turn, log_probs: tuple(p / 2 for p in log_probs)
+  run = make(REPLIES, teacher=FakeTeacher(), reference=FakeTeacher(answer=half))
+  t = run.go()
+  for turn in t.turns:
+    assert turn.reference_log_probs == half(0, turn.teacher_log_probs)
+  assert t.completion_reference_log_probs == half(0, t.completion_teacher_log_probs)
+  for scorer in types.SCORERS:
+    assert {e.turn: e.log_probs for e in run.events if isinstance(e, types.TurnScored) and e.scorer == scorer} == {
+        x.index: x.scores[scorer] for x in t.turns}
+    assert [s.turn for s in run.spans if s.kind == scorer] == [0, 1, 2]
+
+
+def test_what_a_reference_says_is_checked_and_named(make):
+  run = make(REPLIES, reference=FakeTeacher(answer=lambda turn, log_probs: log_probs[1:]))
+  with pytest.raises(teacher_lib.TeacherError, match="the reference's answer for turn 0"):
+    run.go()
+
+
 def test_without_a_teacher_nothing_is_scored(make):
   run = make(REPLIES)
   t = run.go()

@@ -1,6 +1,7 @@
-"""Whole runs of distillation: a tiny student, a teacher process, every granularity, replay."""
+"""Whole runs with models that score: a tiny student, a teacher or reference process, every granularity, replay."""
 
 import jax
+import numpy as np
 import pytest
 
 from tests.experiments.conftest import TINY
@@ -32,8 +33,10 @@ def test_a_student_is_distilled_and_its_recording_replays_to_the_same_bits_at_ev
     finished(start(tmp_path / granularity, *opd, f'--config.rollout.replay={run.path}', f'--config.schedule.granularity={granularity}'))
 
 
-def test_a_run_without_teacher_scores_cannot_be_replayed_for_distillation(start, tmp_path):
-  finished(start(tmp_path / 'grpo', '--config.updates=1'))
+def test_the_reference_of_a_kl_is_the_initial_student_and_without_a_teacher_nothing_can_be_distilled(start, tmp_path):
+  finished(start(tmp_path / 'grpo', '--config.updates=1', '--config.objective.kl=0.1', '--config.objective.importance_cap=2.0'))
+  for t in rundir.RunDirectory(tmp_path / 'grpo').read_trajectories(0):
+    np.testing.assert_allclose(t.completion_reference_log_probs, t.completion_log_probs, atol=1e-3)
   child = start(tmp_path / 'opd', '--config.objective.name=opd', '--config.updates=1', f'--config.rollout.replay={tmp_path / "grpo"}')
   output, _ = child.communicate(timeout=240)
   assert child.returncode == 1 and 'has no teacher log-probs' in output and 'Traceback' not in output

@@ -27,7 +27,7 @@ def tiny_params(dtype, seed: int = 0, config: ModelConfig = TINY):
 
 def make_lane(index=0, *, accumulator='float32', dtype='float32', config=TINY, buckets=BUCKETS, policy=STREAM, keep='all', shared=(),
               device=None, on_device=None):
-  functions = sources.SourceFunctions(config, dtype=dtype)
+  functions = sources.SourceFunctions(config, dtype=dtype, terms=policy.objective.terms)
   settings = functions, buckets, 20, policy.objective.needs_teacher
   trajectories = {'forward': lambda: forward_trajectories.ForwardTrajectories(*settings, keep, on_device),
                   'turn': lambda: turn_trajectories.TurnTrajectories(*settings)}.get(policy.granularity, lambda: None)()

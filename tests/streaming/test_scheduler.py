@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from ts_jax import types
 from ts_jax.objectives import distillation, policy_gradient
+from ts_jax.objectives.terms import Terms
 from ts_jax.streaming import scheduler as s
 
 
@@ -46,14 +48,20 @@ def simulate(policy, sizes, seed, rewards=(0.0, 0.5, 1.5), lanes=1):
       kept = sum(x.worked > 0 and x.status in (s.Status.RUNNING, s.Status.READY) for g in state.groups if g.lane == lane for x in g.sources)
       assert kept <= policy.kept_cap
       peak = max(peak, sum(g.statistics for g in state.groups if g.lane == lane))
+      scopes = [[g for g in state.groups if g.lane == lane]] if policy.objective.needs_batch else [[g] for g in state.groups]
+      assert all(len({r for g in scope for r in g.summed}) <= policy.reward_sums for scope in scopes)
   return state, done, peak, reward, scored
 
 
+OBJECTIVES = [policy_gradient.PolicyGradient(), distillation.Distillation(), policy_gradient.PolicyGradient('mean', baseline='batch'),
+              policy_gradient.PolicyGradient(advantage_clip=0.9), policy_gradient.PolicyGradient('leave_one_out_std', baseline='batch'),
+              policy_gradient.PolicyGradient(terms=Terms(kl=0.1))]
 POLICIES = st.builds(
     lambda granularity, direct, cap, rows, objective: s.Policy(
-        granularity, direct, cap, rows if direct and granularity not in ('turn', 'forward') else (1,), objective=objective, kept_cap=cap),
+        granularity, direct, cap, rows if direct and granularity not in ('turn', 'forward') else (1,), objective=objective, kept_cap=cap,
+        reward_sums=cap if direct else 3),
     st.sampled_from(s.GRANULARITIES), st.booleans(), st.integers(1, 3), st.sampled_from([(1,), (2, 1), (4, 2, 1)]),
-    st.sampled_from([policy_gradient.PolicyGradient(), distillation.Distillation()]))
+    st.sampled_from(OBJECTIVES))
 
 
 @settings(max_examples=300, deadline=None)
@@ -61,24 +69,24 @@ POLICIES = st.builds(
 def test_every_order_closes_and_accounts_for_every_source(policy, sizes, seed, lanes):
   state, done, peak, reward, scored = simulate(policy, sizes, seed, lanes=lanes)
   assert state.closed and all(g.final(policy.objective) for g in state.groups)
-  assert peak <= policy.admission_cap
+  assert peak <= policy.admission_cap or policy.objective.needs_batch  # whose sums are the lane's
   computed = [(w.group, i) for w in done if isinstance(w, s.SourceWork) for i in w.indices]
   assert len(computed) == len(set(computed))
+  population = lambda g: list(reward.values()) if policy.objective.needs_batch else [reward[g, i] for i in range(sizes[g])]
   closed = [w.group for w in done if isinstance(w, s.CloseGroup)]
   assert len(closed) == len(set(closed))
   for g, size in enumerate(sizes):
     rewards = [reward[g, i] for i in range(size)]
-    coefficients = policy.objective.source_coefficients(rewards)
+    coefficients = policy.objective.source_coefficients(rewards, population(g))
     for i in range(size):
       if not scored[g, i]:
         assert (g, i) not in computed
-      elif coefficients[i] != 0:
+      elif coefficients[i] != 0 or policy.objective.terms.needs_counts:
         assert (g, i) in computed
   held = [w for w in done if isinstance(w, s.SourceWork) and w.service is s.Service.CONTENT]
   folded = {(w.group, w.index) for w in done if isinstance(w, s.FoldHeld)}
   for w in held:
-    uniform = policy_gradient.is_uniform([reward[w.group, i] for i in range(sizes[w.group])])
-    assert (w.group, w.indices[0]) in folded or uniform
+    assert (w.group, w.indices[0]) in folded or policy_gradient.is_uniform(population(w.group))
 
 
 @settings(max_examples=100, deadline=None)
@@ -218,3 +226,53 @@ def test_distillation_needs_no_reward():
   assert issued[0].work == s.SourceWork(0, (0,), s.Service.FINAL, coefficients=(1.0,))
   state, issued = feed(state, s.WorkDone(0, issued[0].work), s.ContentReady(0, 1, 0, 64))
   assert issued[0].work == s.CloseGroup(0, (None, None))
+
+
+CLIPPED = policy_gradient.PolicyGradient(advantage_clip=1.0)
+
+
+def test_a_reward_without_a_sum_waits_for_its_advantage():
+  state = begin(s.Policy(objective=CLIPPED, reward_sums=1), size=3, groups=1)
+  state, issued = feed(state, s.ContentReady(0, 0, 3, 64), s.RewardReady(0, 0, 1.0), s.ContentReady(0, 1, 3, 64), s.RewardReady(0, 1, 0.0))
+  state, folds = feed(state, s.WorkDone(0, issued[0].work))
+  assert folds[0].work == s.FoldHeld(0, 0, 1.0)
+  state, issued = feed(state, s.WorkDone(0, folds[0].work))
+  assert not issued and state.groups[0].summed == (1.0,)
+  state, issued = feed(state, s.ContentReady(0, 2, 3, 64))
+  assert issued[0].work.service is s.Service.CONTENT  # its reward may be one that has a sum
+  state, issued = feed(state, s.WorkDone(0, issued[0].work), s.RewardReady(0, 2, 0.5))
+  assert issued[0].work.coefficient == CLIPPED.source_coefficients((1.0, 0.0, 0.5))[2]
+  state, issued = feed(state, s.WorkDone(0, issued[0].work))
+  assert issued[0].work.service is s.Service.FINAL and issued[0].work.coefficients is not None
+  state, issued = feed(state, s.WorkDone(0, issued[0].work))
+  assert issued[0].work == s.CloseGroup(0, (1.0, 0.0, 0.5))
+
+
+def test_a_batch_baseline_closes_groups_when_the_last_reward_of_the_batch_is_known():
+  state = begin(s.Policy(admission_cap=1, objective=policy_gradient.PolicyGradient('mean', baseline='batch')), size=1, groups=3)
+  known = (e for g in range(2) for e in (s.ContentReady(g, 0, 3, 64), s.RewardReady(g, 0, 1.0)))
+  state, issued = feed(state, *known, s.ContentReady(2, 0, 3, 64))
+  done = []
+  while issued:
+    done.append(issued[0].work)
+    state, issued = feed(state, s.WorkDone(0, issued[0].work))
+  assert [w.group for w in done if isinstance(w, s.SourceWork)] == [0, 1, 2]  # the cap is for sums of groups, and there are none
+  assert not any(isinstance(w, s.CloseGroup) for w in done)
+  state, issued = feed(state, s.RewardReady(2, 0, 0.0))
+  while issued:
+    done.append(issued[0].work)
+    state, issued = feed(state, s.WorkDone(0, issued[0].work))
+  assert state.closed and [w.rewards for w in done if isinstance(w, s.CloseGroup)] == [(1.0, 1.0, 0.0)] * 3
+
+
+def test_terms_without_an_advantage_keep_uniform_groups():
+  objective = policy_gradient.PolicyGradient(terms=Terms(entropy=0.1))
+  state = begin(s.Policy('group', objective=objective), size=1, groups=1)
+  state, issued = feed(state, s.ContentReady(0, 0, 3, 64), s.RewardReady(0, 0, 1.0))
+  assert issued[0].work == s.SourceWork(0, (0,), s.Service.FINAL, coefficients=(0.0,)) and state.skipped == 0
+
+
+def test_more_distinct_rewards_than_sums_stop_exact_statistics():
+  policy = s.Policy(direct=False, objective=CLIPPED, reward_sums=1)
+  with pytest.raises(types.TsJaxError, match='2 distinct rewards .0.0, 1.0., and there are sums for 1'):
+    feed(begin(policy), s.ContentReady(0, 0, 3, 64), s.RewardReady(0, 0, 1.0), s.ContentReady(0, 1, 3, 64), s.RewardReady(0, 1, 0.0))

@@ -19,7 +19,7 @@ answered by a fixed observation.
 
 `infrastructure`: an engine, environment or verifier failure is never a trajectory.  The attempt is made again with the same
 seeds on a fresh environment; once the content is fixed, the recorded actions are replayed on a fresh environment and only
-the verification is repeated.  When the retries are used up the error is raised.  A teacher's failure is raised at once.
+the verification is repeated.  When the retries are used up the error is raised.  A scorer's failure is raised at once.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ class AgentSetup:
     deadlines: of the environment and the verifier.
     retries: further attempts after an infrastructure failure.
     teacher: scores each turn's sampled ids; None where nothing is distilled.
+    reference: scores them likewise; None without a KL term.
   """
 
   environment_factory: EnvironmentFactory
@@ -108,6 +109,13 @@ class AgentSetup:
   deadlines: Deadlines = Deadlines()
   retries: int = 2
   teacher: teacher_lib.Teacher | None = None
+  reference: teacher_lib.Teacher | None = None
+
+  @property
+  def scorers(self) -> dict[str, teacher_lib.Teacher]:
+    """Those there are, by name."""
+    named = {'teacher': self.teacher, 'reference': self.reference}
+    return {name: scorer for name, scorer in named.items() if scorer is not None}
 
 
 async def run_trajectory(assignment: Assignment, setup: AgentSetup, engine: Engine, *, emit_event: EmitEvent,
@@ -117,8 +125,8 @@ async def run_trajectory(assignment: Assignment, setup: AgentSetup, engine: Engi
 
   Emits `TurnFixed` per turn, before its command runs (again, with the same tokens, when an attempt is repeated),
   `ContentFixed` once, before the verification, and `RewardFixed` once, after it; spans 'engine', 'tool' and 'verify'.
-  With a teacher, also `TurnScored` per turn with sampled ids, at any time between its `TurnFixed` and `ContentFixed` (again,
-  when an attempt is repeated), and spans 'teacher'; the trajectory's turns then hold the scores.
+  With a teacher or reference, also `TurnScored` per turn with sampled ids, at any time between its `TurnFixed` and `ContentFixed`
+  (again, when an attempt is repeated), and spans 'teacher' or 'reference'; the trajectory's turns then hold the scores.
 
   Args:
     assignment: what to sample.
@@ -136,7 +144,7 @@ async def run_trajectory(assignment: Assignment, setup: AgentSetup, engine: Engi
     InfrastructureError: engine, environment or verifier failed at every attempt.
     PolicyVersionError: the engine kept answering with another policy version.
     ConfigError: the task itself is at fault, or the teacher refuses its ids.
-    TeacherError: the teacher failed (then also an InfrastructureError) or gave an unusable answer; the attempt is not repeated.
+    TeacherError: a scorer failed (then also an InfrastructureError) or gave an unusable answer; the attempt is not repeated.
   """
   key = (assignment.update, assignment.group, assignment.index)
   who = f'trajectory {key} of task {assignment.task.task_id}'
@@ -145,7 +153,7 @@ async def run_trajectory(assignment: Assignment, setup: AgentSetup, engine: Engi
     for attempt in range(setup.retries + 1):
       environment = setup.environment_factory(assignment.task)
       try:
-        async with teacher_lib.scoring(setup.teacher, key, attempt, emit_event, emit_span) as scores:
+        async with teacher_lib.scoring(setup.scorers, key, attempt, emit_event, emit_span) as scores:
           trajectory = await _sample(assignment, setup, engine, environment, attempt, scores, emit_event, emit_span)
           on_content()
         break

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import inspect
+import itertools
 import logging
 import threading
 import traceback
@@ -30,7 +31,8 @@ class AgentPool:
 
   def __init__(self, setup: loop_lib.AgentSetup, engine_factories: Sequence[Callable[[], Any]], *, run_seed: int,
                concurrency: int, emit_event: loop_lib.EmitEvent, emit_span: loop_lib.EmitSpan,
-               verify_concurrency: int | None = None, teacher_factories: Sequence[Callable[[], Any]] = ()):
+               verify_concurrency: int | None = None, teacher_factories: Sequence[Callable[[], Any]] = (),
+               reference_factories: Sequence[Callable[[], Any]] = ()):
     """Call `start` before `submit_update`.
 
     Args:
@@ -44,6 +46,7 @@ class AgentPool:
       emit_span: receives spans, likewise.
       verify_concurrency: verifications at once; default `concurrency`.
       teacher_factories: one per replica of the teacher, as `engine_factories`; they take the place of `setup.teacher`.
+      reference_factories: of the reference model, likewise.
 
     Raises:
       ConfigError: a limit is not positive, or there is no engine.
@@ -54,7 +57,8 @@ class AgentPool:
     if not engine_factories:
       raise types.ConfigError('the agent pool has no engine: name at least one')
     self._setup, self._run_seed = setup, run_seed
-    self._engine_factories, self._teacher_factories = list(engine_factories), list(teacher_factories)
+    self._engine_factories = list(engine_factories)
+    self._scorer_factories = {'teacher': list(teacher_factories), 'reference': list(reference_factories)}
     self._limits = (concurrency, verify_concurrency)
     self._emit_event, self._emit_span = emit_event, emit_span
     self._thread = threading.Thread(target=self._run, name='agent-pool', daemon=True)
@@ -79,7 +83,7 @@ class AgentPool:
     """Registers the trajectories of an update; they start as slots come free.  Returns at once, from any thread.
 
     Args:
-      update: logical update k; negative for an evaluation, which no teacher scores.
+      update: logical update k; negative for an evaluation, which nobody scores.
       policy_version: version every reply must state.
       groups: (plan, task) in the order they should start.
       skip: (group, index) of trajectories that exist already (an interrupted update being resumed).
@@ -138,9 +142,10 @@ class AgentPool:
     self._stop = asyncio.Event()
     self._slots, self._verify_slots = (asyncio.Semaphore(n) for n in self._limits)
     self._updates: set[asyncio.Task] = set()
-    self._engines, self._teachers = [], []
+    self._engines, self._scorers = [], {name: [] for name in self._scorer_factories}
     try:
-      for clients, factories in ((self._engines, self._engine_factories), (self._teachers, self._teacher_factories)):
+      for clients, factories in ((self._engines, self._engine_factories),
+                                 *((self._scorers[name], factories) for name, factories in self._scorer_factories.items())):
         for factory in factories:
           client = factory()
           clients.append(await client if inspect.isawaitable(client) else client)
@@ -151,7 +156,7 @@ class AgentPool:
       for task in self._updates:
         task.cancel()
       await asyncio.gather(*self._updates, return_exceptions=True)
-      for client in self._engines + self._teachers:
+      for client in itertools.chain(self._engines, *self._scorers.values()):
         close = getattr(client, 'aclose', None) or getattr(client, 'close', None)
         done = close() if close is not None else None
         if inspect.isawaitable(done):
@@ -184,10 +189,8 @@ class AgentPool:
 
   def _setup_of(self, update: int, group: int) -> loop_lib.AgentSetup:
     if update < 0:
-      return dataclasses.replace(self._setup, teacher=None)
-    if self._teachers:
-      return dataclasses.replace(self._setup, teacher=self._teachers[group % len(self._teachers)])
-    return self._setup
+      return dataclasses.replace(self._setup, **dict.fromkeys(self._scorers))
+    return dataclasses.replace(self._setup, **{name: clients[group % len(clients)] for name, clients in self._scorers.items() if clients})
 
 
 def _once(call: Callable[[], None]) -> Callable[[], None]:

@@ -106,6 +106,12 @@ def _fold_reduced(kind, total, pair, shift, scale):
   return Sum(jax.tree.map(jnp.add, total.leaves, added), total.bound + bound)
 
 
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _fold_sum(kind, total, other, scale):
+  added, bound = _contribution(kind, scale, jax.tree.map(functools.partial(_leave, kind), other.leaves))
+  return Sum(jax.tree.map(jnp.add, total.leaves, added), total.bound + bound)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def _value_reduced(kind, pair, shift, scale, dtype):
   return jax.tree.map(lambda x: x.astype(dtype), _reduced(kind, pair, shift, scale))
@@ -156,6 +162,12 @@ def value_reduced(kind: str, pair: tuple[Sum, Sum], shift: float, scale: float, 
   """scale * (first - shift * second) as floats of `dtype`."""
   with _precision(kind):
     return _value_reduced(kind, pair, _scalar(kind, shift, pair[0].leaves), _scalar(kind, scale, pair[0].leaves), dtype)
+
+
+def fold_sum(kind: str, total: Sum, other: Sum, scale: float) -> Sum:
+  """total + scale * other, rounded once; consumes `total`."""
+  with _precision(kind):
+    return _fold_sum(kind, total, other, _scalar(kind, scale, other.leaves))
 
 
 def add(kind: str, total: Sum, other: Sum) -> Sum:

@@ -92,9 +92,10 @@ class Replayer:
       if moment.kind == 0:
         turn, at = turns[moment.turn], (update, trajectory.group, trajectory.index)
         self._emit_event(types.TurnFixed(*at, dataclasses.replace(
-            turn, action=None, observation='', tool_start_s=turn.request_end_s, tool_end_s=turn.request_end_s, teacher_log_probs=None)))
-        if turn.teacher_log_probs is not None:  # when they arrived is not recorded: as early as can be
-          self._emit_event(types.TurnScored(*at, turn.index, turn.teacher_log_probs))
+            turn, action=None, observation='', tool_start_s=turn.request_end_s, tool_end_s=turn.request_end_s, teacher_log_probs=None,
+            reference_log_probs=None)))
+        for scorer, log_probs in turn.scores.items():  # when they arrived is not recorded: as early as can be
+          self._emit_event(types.TurnScored(*at, turn.index, log_probs, scorer))
       elif moment.kind == 1:
         self._emit_event(types.ContentFixed(dataclasses.replace(trajectory, reward=None, tests_passed=())))
         for turn in turns:

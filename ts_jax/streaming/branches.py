@@ -69,19 +69,19 @@ def segments(trajectory: types.Trajectory) -> tuple[Segment, ...]:
     else:
       piece_of[place] = piece_of[above]
     pieces[piece_of[place]].append(place)
-  made = []
+  made, scores = [], {name: getattr(flat, name) for name in ('teacher_log_probs', 'reference_log_probs')}
   for places in map(np.asarray, pieces):
     above = int(parent[places[0]])
     data = dataclasses.replace(
         flat, completion=flat.completion[places], mask=flat.mask[places], sampler_log_probs=flat.sampler_log_probs[places],
-        teacher_log_probs=None if flat.teacher_log_probs is None else flat.teacher_log_probs[places])
+        **{name: None if values is None else values[places] for name, values in scores.items()})
     made.append(Segment(piece_of[above], int(flat.completion[above]) if above >= 0 else trajectory.prompt_ids[-1],
                         int(depth[places[0]]), data, rank[places][data.mask]))
   return tuple(made)
 
 
 def gradient(functions: sources_lib.SourceFunctions, params, tree: tuple[Segment, ...], prompt: llama.Boundary, weight: float,
-             buckets: Buckets, teacher: bool) -> sources_lib.SourceResult:
+             count: float, buckets: Buckets, teacher: bool) -> sources_lib.SourceResult:
   """Gradient of a trajectory from its tree.
 
   Args:
@@ -89,12 +89,12 @@ def gradient(functions: sources_lib.SourceFunctions, params, tree: tuple[Segment
     params: parameters.
     tree: see `segments`; something is scored.
     prompt: boundary state of the prompt without its last id.
-    weight: of every scored token.
+    weight, count: w_t and u_t of every scored token.
     buckets: allowed shapes.
     teacher: the objective needs the teacher's scores.
   """
   inner, memory = {s.parent for s in tree}, {-1: prompt}
-  batches = [sources_lib.pack(s.before, [s.data], [weight], buckets, teacher) for s in tree]
+  batches = [sources_lib.pack(s.before, [s.data], [weight], buckets, teacher, functions.terms, [count]) for s in tree]
   for index, (segment, batch) in enumerate(zip(tree, batches)):
     if index in inner:
       behind, size = memory[segment.parent], segment.data.tokens

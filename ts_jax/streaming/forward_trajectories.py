@@ -53,7 +53,7 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
 
   def _steps(self, at):
     known = self._running[at]
-    return len(known.turns) + (known.scored(True) if self._teacher else 0)
+    return len(known.turns) + (known.scored(self._scorers) if self._teacher else 0)
 
   def advance(self, params, before, prompt, at):
     known = self._running[at]
@@ -75,12 +75,12 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
           state.host[name][:, :, start:start + len(piece)] = np.asarray(value)[:, :, :len(piece)]
       state.inputs = inputs[:start + len(piece)]
     if self._teacher:
-      for index in range(len(state.heads), known.scored(True)):
-        self._head(params, state, known.data(index, True))
+      for index in range(len(state.heads), known.scored(self._scorers)):
+        self._head(params, state, known.data(index, self._scorers))
     jax.block_until_ready((state.kept.hidden, state.head))
     return len(inputs) - first
 
-  def gradient(self, params, before, prompt, at, weight):
+  def gradients(self, params, before, prompt, at, passes):
     self.advance(params, before, prompt, at)
     state, known = self._open.pop(at), self._running[at]
     tokens = sources_lib.padded(state.inputs, self._buckets)
@@ -88,12 +88,11 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
       state.kept = state.kept.replace(values={n: jnp.asarray(x[:, :, :tokens.shape[1]]) for n, x in state.host.items()})
     if self._teacher:
       result = staged.complete(self._functions, params, state.kept, tokens, prompt, *state.head)
-      return sources_lib.SourceResult(*result, np.concatenate(state.log_probs)[None])
-    turns = [known.data(i, False) for i in range(len(known.turns))]
-    mask, goal = np.concatenate([t.mask for t in turns]), np.concatenate([t.completion for t in turns])
-    scored = np.flatnonzero(mask)
-    positions, targets, weights = self._scored_row(scored, goal[scored], tokens.shape[1], weight)
-    return staged.source_gradient(self._functions, params, state.kept, tokens, prompt, positions, targets, weights)
+      return [sources_lib.SourceResult(*result, np.concatenate(state.log_probs)[None])]
+    whole = sources_lib.join([known.data(i, self._scorers) for i in range(len(known.turns))])
+    at = np.flatnonzero(whole.mask)
+    rows = (self._scored_row(at, whole, tokens.shape[1], *weights) for weights in passes)
+    return [staged.source_gradient(self._functions, params, state.kept, tokens, prompt, *row) for row in rows]
 
   def warm_up(self, params, prompt):
     for length in self._buckets.up_to(self._piece):
@@ -113,11 +112,12 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
   def _run_complete(self, params, kept: staged_model.Kept, prompt: llama.Boundary, tokens: int, scored: int) -> sources_lib.SourceResult:
     zeros = np.zeros((1, tokens), np.int32)
     row = np.full(scored, self._room, np.int32), np.zeros(scored, np.int32), np.zeros(scored)
+    scores = sources_lib.scores_row(self._functions.terms, scored)
     if not self._teacher:
-      return staged.source_gradient(self._functions, params, kept, zeros, prompt, *row)
+      return staged.source_gradient(self._functions, params, kept, zeros, prompt, *row, scores)
     head = None
     for _ in range(2):
-      result = staged.head_gradient(self._functions, params, kept.hidden, *row, np.zeros(scored))
+      result = staged.head_gradient(self._functions, params, kept.hidden, *row, np.zeros(scored), scores)
       head = open_trajectories.accumulate(head, (result.gradient, result.cotangent))
     return sources_lib.SourceResult(*staged.complete(self._functions, params, kept, zeros, prompt, *head), np.zeros((1, 1)))
 
@@ -125,7 +125,7 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
     """What has been done of this attempt; starts over where another attempt's turns were done."""
     state = self._open.get(at)
     if state is None or not (np.array_equal(inputs[:len(state.inputs)], state.inputs)
-                             and self._running[at].begins_with(state.heads, self._teacher)):
+                             and self._running[at].begins_with(state.heads, self._scorers)):
       self._open.pop(at, None)
       elsewhere = self._on_device is not None and sum(s.host is None for s in self._open.values()) >= self._on_device
       kept = staged.begin(self._functions, prompt, self._room, None if elsewhere else self._keep)
@@ -136,13 +136,13 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
     shapes = staged_model.value_shapes(self._functions.config, self._room, self._keep)
     return {name: np.zeros(shape, prompt.keys.dtype) for name, shape in shapes.items()}
 
-  def _scored_row(self, positions: np.ndarray, targets: np.ndarray, length: int, weight: float):
-    """Padded (positions, targets, weights) of the output head; padded positions point behind what is kept."""
+  def _scored_row(self, positions: np.ndarray, data: sources_lib.SourceData, length: int, weight: float, count: float):
+    """Padded (positions, targets, weights, scores) of the output head; padded positions point behind what is kept."""
     scored = self._buckets.pad_scored(len(positions), length)
     row = np.full(scored, self._room, np.int32), np.zeros(scored, np.int32), np.zeros(scored)
-    for padded, values in zip(row, (positions, targets, weight)):
+    for padded, values in zip(row, (positions, data.completion[data.mask], weight)):
       padded[:len(positions)] = values
-    return row
+    return *row, sources_lib.scores_row(self._functions.terms, scored, data, count)
 
   def _head(self, params, state: _Open, data: sources_lib.SourceData) -> None:
     start = sum(d.tokens for d in state.heads)
@@ -150,9 +150,9 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
     at = np.flatnonzero(data.mask)
     if not len(at):
       return
-    row = self._scored_row(start + at, data.completion[at], self._buckets.pad(len(at)), 1.0)
+    *row, scores = self._scored_row(start + at, data, self._buckets.pad(len(at)), 1.0, 1.0)
     teacher = np.zeros(len(row[0]))
     teacher[:len(at)] = data.teacher_log_probs[at]
-    result = staged.head_gradient(self._functions, params, state.kept.hidden, *row, teacher)
+    result = staged.head_gradient(self._functions, params, state.kept.hidden, *row, teacher, scores)
     state.head = open_trajectories.accumulate(state.head, (result.gradient, result.cotangent))
     state.log_probs.append(np.asarray(result.log_probs)[:len(at)])

@@ -15,7 +15,7 @@ from ts_jax.kernels import fold
 from ts_jax.models import llama
 from ts_jax.objectives import policy_gradient
 from ts_jax.objectives.objective import Objective
-from ts_jax.streaming import branches, open_trajectories, scheduler, sources as sources_lib
+from ts_jax.streaming import branches, open_trajectories, scheduler, sources as sources_lib, statistics as statistics_lib
 from ts_jax.streaming.buckets import Buckets
 from ts_jax.streaming.open_trajectories import OpenTrajectories
 
@@ -37,7 +37,6 @@ class _Group:
   """What the lane holds of an open group."""
 
   boundary: llama.Boundary | None = None
-  statistics: tuple[fold.Sum, fold.Sum] | None = None
   direct_adjoint: fold.Sum | None = None
   held: dict[int, Any] = dataclasses.field(default_factory=dict)
 
@@ -60,7 +59,7 @@ class Lane:
 
     Args:
       index: lane number.
-      functions: the student's jitted functions.
+      functions: the student's jitted functions, with the objective's terms.
       buckets: allowed shapes.
       accumulator: 'float32' or 'exact'.
       reward_centre: c, subtracted from rewards before they weight a gradient; the middle of the reward range.
@@ -70,6 +69,8 @@ class Lane:
         it stands alone.  See `shared_prefix`.
       device: where to compute; None: where the parameters are.
     """
+    if functions.terms != objective.terms:
+      raise ValueError(f'the functions compute {functions.terms}, the objective has {objective.terms}')
     self.index = index
     self._functions = functions
     self._buckets = buckets
@@ -92,6 +93,7 @@ class Lane:
     self._plans = {p.index: p for p in plans}
     self._version = policy_version
     self._groups: dict[int, _Group] = {}
+    self._statistics = statistics_lib.of(self._objective, self._kind, self._centre)
     self._data: dict[tuple[int, int], sources_lib.SourceData] = {}
     self._trees: dict[tuple[int, int], tuple[branches.Segment, ...]] = {}
     self._batch: fold.Sum | None = None
@@ -106,9 +108,9 @@ class Lane:
     self._trajectories.fix((group, index), turn)
     return self._trajectories.steps((group, index))
 
-  def score_turn(self, group: int, index: int, turn: int, log_probs: Sequence[float]) -> int:
-    """Hands over the teacher's scores of a turn; returns the steps that can be worked on."""
-    self._trajectories.score((group, index), turn, log_probs)
+  def score_turn(self, group: int, index: int, turn: int, log_probs: Sequence[float], scorer: str) -> int:
+    """Hands over a scorer's scores of a turn; returns the steps that can be worked on."""
+    self._trajectories.score((group, index), turn, log_probs, scorer)
     return self._trajectories.steps((group, index))
 
   def register(self, trajectory: types.Trajectory) -> sources_lib.SourceData:
@@ -145,7 +147,11 @@ class Lane:
         self._source(work, spans)
       case scheduler.FoldHeld():
         with _Timed(self, spans, 'fold', work.group, work.index):
-          self._fold_statistics(work.group, self._groups[work.group].held.pop(work.index), work.reward)
+          result = self._groups[work.group].held.pop(work.index)
+          if work.coefficient is None:
+            self._statistics.fold(work.group, result.gradient, result.adjoint, work.reward)
+          else:
+            self._fold_known(work.group, result, work.coefficient)
       case scheduler.CloseGroup():
         self._close(work, spans)
     return spans
@@ -168,6 +174,17 @@ class Lane:
       self._fold_batch(gradient)
     return spans
 
+  def finish_statistics(self, others: Sequence['Lane'], rewards: Sequence[float]) -> list[types.Span]:
+    """Reduces what this lane and `others` hold for the batch as population, given all its rewards."""
+    late = self._statistics.finish([lane._statistics for lane in others])
+    spans: list[types.Span] = []
+    if late is None or self._objective.is_zero(rewards):
+      return spans
+    with _Timed(self, spans, 'reduce', -1):
+      late.check('batch statistics')
+      self._batch = jax.block_until_ready(late.reduce(self._total(), self._objective, rewards))
+    return spans
+
   def finish(self) -> fold.Sum:
     """The lane's share of the batch direction; leaves the lane empty.
 
@@ -176,7 +193,7 @@ class Lane:
     """
     if self._groups:
       raise RuntimeError(f'lane {self.index}: groups {sorted(self._groups)} are still open at the barrier')
-    batch = self._batch if self._batch is not None else fold.zeros(self._kind, self._params)
+    batch = self._total()
     self._params, self._batch, self._root, self._root_adjoint = None, None, None, None
     fold.check(self._kind, batch, f'lane {self.index}')
     return batch
@@ -219,55 +236,73 @@ class Lane:
   def _source(self, work: scheduler.SourceWork, spans: list[types.Span]) -> None:
     boundary = self._prompt(work.group, spans)
     data = [self._data[work.group, i] for i in work.indices]
-    size, before = self._plans[work.group].size, self._plans[work.group].prompt_ids[-1]
-    weights = [self._objective.token_weight(len(self._plans), size, d.scored) for d in data]
-    packed = len(work.indices) > 1
-    if packed:  # rows of one sum: each carries its coefficient; otherwise the fold applies it
-      weights = [w * c for w, c in zip(weights, work.coefficients)]
+    before, terms = self._plans[work.group].prompt_ids[-1], self._objective.terms
+    passes, scale = self._passes(work, data)
     index = work.indices[0] if len(work.indices) == 1 else -1
     with _Timed(self, spans, 'source', work.group, index, tokens=sum(d.tokens for d in data)):
       if any((work.group, i) in self._trees for i in work.indices):
-        result = self._with_branches(work, weights)
+        results = [self._with_branches(work, w, u) for w, u in passes]
       elif self._trajectories is None:
-        batch = sources_lib.pack(before, data, weights, self._buckets, self._objective.needs_teacher)
-        result = self._functions.source_gradient(self._params, boundary, batch)
+        batches = [sources_lib.pack(before, data, w, self._buckets, self._objective.needs_teacher, terms, u) for w, u in passes]
+        results = [self._functions.source_gradient(self._params, boundary, batch) for batch in batches]
       else:
-        result = self._trajectories.gradient(self._params, before, boundary, (work.group, index), weights[0])
-      jax.block_until_ready(result)
-    self._measure_gap(data, result.log_probs)
+        results = self._trajectories.gradients(self._params, before, boundary, (work.group, index), [(w[0], u[0]) for w, u in passes])
+      jax.block_until_ready(results)
+    self._measure_gap(data, results[0].log_probs)
     with _Timed(self, spans, 'fold', work.group, index):
+      for result in results[1:]:  # terms without an advantage
+        self._fold_known(work.group, result, 1.0)
       if work.coefficients is not None:
-        scale = 1.0 if packed else work.coefficients[0]
-        self._fold_batch(result.gradient, scale)
-        state = self._groups[work.group]
-        state.direct_adjoint = _begin_or_fold(self._kind, state.direct_adjoint, result.adjoint, scale)
-        jax.block_until_ready(state.direct_adjoint)
+        self._fold_known(work.group, results[0], scale)
       elif work.reward is None:
-        self._groups[work.group].held[work.indices[0]] = result
+        self._groups[work.group].held[work.indices[0]] = results[0]
       else:
-        self._fold_statistics(work.group, result, work.reward)
+        self._statistics.fold(work.group, results[0].gradient, results[0].adjoint, work.reward)
 
-  def _with_branches(self, work: scheduler.SourceWork, weights: Sequence[float]) -> sources_lib.SourceResult:
-    """Sources whose history was rewritten, and others packed with them, one by one."""
+  def _with_branches(self, work: scheduler.SourceWork, weights: Sequence[float], counts: Sequence[float]) -> sources_lib.SourceResult:
+    """One pass of sources whose history was rewritten, and of others packed with them, one by one."""
     sums, log_probs = None, []
     boundary, before = self._groups[work.group].boundary, self._plans[work.group].prompt_ids[-1]
-    for index, weight in zip(work.indices, weights):
-      at, teacher = (work.group, index), self._objective.needs_teacher
+    settings = self._buckets, self._objective.needs_teacher
+    for index, weight, count in zip(work.indices, weights, counts):
+      at = (work.group, index)
       if at in self._trees:
         if self._trajectories is not None:
           self._trajectories.discard(at)
-        one = branches.gradient(self._functions, self._params, self._trees[at], boundary, weight, self._buckets, teacher)
+        one = branches.gradient(self._functions, self._params, self._trees[at], boundary, weight, count, *settings)
       else:
-        batch = sources_lib.pack(before, [self._data[at]], [weight], self._buckets, teacher)
+        batch = sources_lib.pack(before, [self._data[at]], [weight], *settings, self._objective.terms, [count])
         one = self._functions.source_gradient(self._params, boundary, batch)
       sums = open_trajectories.accumulate(sums, (one.gradient, one.adjoint))
       log_probs += list(np.asarray(one.log_probs))
     return sources_lib.SourceResult(*sums, log_probs)
 
-  def _fold_statistics(self, group: int, result: sources_lib.SourceResult, reward: float) -> None:
+  def _passes(self, work: scheduler.SourceWork, data: Sequence[sources_lib.SourceData]):
+    """Backward passes of sources: ((w_t of each, u_t of each) per pass, coefficient that the fold applies to the first).
+
+    Terms that do not carry the advantage go with the score where the coefficient is known, and need a second pass where it
+    comes later.
+    """
+    size, objective = self._plans[work.group].size, self._objective
+    weights = [objective.token_weight(len(self._plans), size, d.scored) for d in data]
+    counts, none = [objective.count_coefficient(size) * w for w in weights], [0.0] * len(data)
+    counted = objective.terms.needs_counts
+    if counted and work.coefficients is None:
+      return [(weights, none), (none, counts)], 1.0
+    if work.coefficients is None:
+      return [(weights, none)], 1.0
+    if len(data) == 1 and not counted:
+      return [(weights, none)], work.coefficients[0]
+    # Several parts of one sum: each carries its coefficient; otherwise the fold applies it.
+    return [([w * c for w, c in zip(weights, work.coefficients)], counts if counted else none)], 1.0
+
+  def _fold_known(self, group: int, result: sources_lib.SourceResult, scale: float) -> None:
+    self._fold_batch(result.gradient, scale)
     state = self._groups[group]
-    tree = {'params': result.gradient, 'boundary': result.adjoint}
-    state.statistics = jax.block_until_ready(fold.fold_pair(self._kind, state.statistics, tree, reward - self._centre))
+    state.direct_adjoint = jax.block_until_ready(_begin_or_fold(self._kind, state.direct_adjoint, result.adjoint, scale))
+
+  def _total(self) -> fold.Sum:
+    return fold.zeros(self._kind, self._params) if self._batch is None else self._batch
 
   def _fold_batch(self, gradient, scale: float = 1.0) -> None:
     self._batch = jax.block_until_ready(_begin_or_fold(self._kind, self._batch, gradient, scale))
@@ -276,31 +311,28 @@ class Lane:
     state = self._groups.pop(work.group, _Group())
     if self._trajectories is not None:
       self._trajectories.drop(work.group)
-    if self._objective.is_zero(work.rewards) or (state.statistics is None and state.direct_adjoint is None):
-      return
-    adjoint = None
-    if state.statistics is not None:
-      reduction = self._objective.group_reduction(work.rewards, self._centre)
-      with _Timed(self, spans, 'reduce', work.group):
-        for statistic in state.statistics:
-          fold.check(self._kind, statistic, f'group {work.group}')
-        part = lambda name: tuple(s.replace(leaves=s.leaves[name]) for s in state.statistics)
-        if self._batch is None:
-          self._batch = fold.zeros(self._kind, self._params)
-        self._batch = fold.fold_reduced(self._kind, self._batch, part('params'), reduction.shift, reduction.scale)
-        adjoint = fold.value_reduced(self._kind, part('boundary'), reduction.shift, reduction.scale,
-                                     state.boundary.keys.dtype)
-        jax.block_until_ready((self._batch, adjoint))
+    adjoint = self._reduce(work, state, spans)
     if state.direct_adjoint is not None:
       direct = fold.value(self._kind, state.direct_adjoint, state.boundary.keys.dtype)
       adjoint = direct if adjoint is None else jax.tree.map(jnp.add, adjoint, direct)
-    state.statistics = None
+    if adjoint is None:
+      return
     parent, tokens, length = self._parent(work.group, spans)
     with _Timed(self, spans, 'prompt', work.group, tokens=int(length)):
       gradient, above = self._functions.segment_gradient(self._params, parent, tokens, adjoint)
       self._fold_batch(gradient)
       if self._shares(work.group):
         self._root_adjoint = jax.block_until_ready(_begin_or_fold(self._kind, self._root_adjoint, above))
+
+  def _reduce(self, work: scheduler.CloseGroup, state: _Group, spans: list[types.Span]) -> tuple[jax.Array, jax.Array] | None:
+    """Reduces a group's statistics, which are gone then; returns what they want of the prompt, or None."""
+    late = self._statistics.pop(work.group)
+    if late is None or self._objective.is_zero(work.rewards):
+      return None
+    with _Timed(self, spans, 'reduce', work.group):
+      dtype = state.boundary.keys.dtype
+      self._batch, adjoint = jax.block_until_ready(self._statistics.close(work.group, late, self._total(), work.rewards, dtype))
+    return adjoint
 
   def _measure_gap(self, data: Sequence[sources_lib.SourceData], log_probs: Sequence[np.ndarray]) -> None:
     for row, source in zip(log_probs, data):

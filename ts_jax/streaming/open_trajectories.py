@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Collection, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,36 +25,36 @@ At = tuple[int, int]  # (group, index)
 
 @dataclasses.dataclass
 class Turns:
-  """Turns of one trajectory as far as they are fixed, and teacher log-probs by turn index as far as they are there."""
+  """Turns of one trajectory as far as they are fixed, and log-probs by (turn index, scorer) as far as they are there."""
 
   turns: list[types.Turn] = dataclasses.field(default_factory=list)
-  scores: dict[int, Sequence[float]] = dataclasses.field(default_factory=dict)
+  scores: dict[tuple[int, str], Sequence[float]] = dataclasses.field(default_factory=dict)
 
-  def data(self, index: int, teacher: bool) -> sources_lib.SourceData | None:
-    """One turn's ids; None while the teacher's scores of it are missing."""
+  def data(self, index: int, scorers: Collection[str]) -> sources_lib.SourceData | None:
+    """One turn's ids; None while a scorer's scores of it are missing."""
     turn = self.turns[index]
     silent = (0.0,) * len(turn.context_ids)
-    scores = self.scores.get(index, () if not turn.sampled.token_ids else None) if teacher else ()
-    if scores is None:
+    scores = {s: self.scores.get((index, s), () if not turn.sampled.token_ids else None) for s in scorers}
+    if None in scores.values():
       return None
     return sources_lib.SourceData(
         np.asarray(turn.context_ids + turn.sampled.token_ids, np.int32),
         np.asarray((False,) * len(turn.context_ids) + turn.scored_mask, bool),
-        np.asarray(silent + turn.sampled.log_probs, np.float32), turn.sampled.version_end,
-        np.asarray((*silent, *scores), np.float64) if teacher else None)
+        np.asarray(silent + turn.sampled.log_probs, np.float64), turn.sampled.version_end,
+        **{f'{s}_log_probs': np.asarray((*silent, *values), np.float64) for s, values in scores.items()})
 
-  def scored(self, teacher: bool) -> int:
+  def scored(self, scorers: Collection[str]) -> int:
     """How many turns, from the first on, have everything that `data` needs."""
-    return next((i for i in range(len(self.turns)) if self.data(i, teacher) is None), len(self.turns))
+    return next((i for i in range(len(self.turns)) if self.data(i, scorers) is None), len(self.turns))
 
   @property
   def branches(self) -> bool:
     """A turn rewrote history: nothing more is worked on early."""
     return any(t.keeps is not None for t in self.turns)
 
-  def begins_with(self, done: Sequence[sources_lib.SourceData], teacher: bool) -> bool:
+  def begins_with(self, done: Sequence[sources_lib.SourceData], scorers: Collection[str]) -> bool:
     """The first turns are still those that were worked on."""
-    return self.scored(teacher) >= len(done) and all(map(_same, done, (self.data(i, teacher) for i in range(len(done)))))
+    return self.scored(scorers) >= len(done) and all(map(_same, done, (self.data(i, scorers) for i in range(len(done)))))
 
   def ids(self) -> list[int]:
     """All ids behind the prompt."""
@@ -62,7 +62,8 @@ class Turns:
 
 
 def _same(a: sources_lib.SourceData, b: sources_lib.SourceData) -> bool:
-  pairs = ((a.completion, b.completion), (a.mask, b.mask), (a.teacher_log_probs, b.teacher_log_probs))
+  pairs = ((a.completion, b.completion), (a.mask, b.mask), (a.teacher_log_probs, b.teacher_log_probs),
+           (a.reference_log_probs, b.reference_log_probs))
   return all(x is y or np.array_equal(x, y) for x, y in pairs)
 
 
@@ -90,12 +91,13 @@ class OpenTrajectories(abc.ABC):
     """Begins without any.
 
     Args:
-      functions: the student's.
+      functions: the student's, with the objective's terms.
       buckets: allowed shapes.
       max_tokens: longest completion.
       teacher: the objective needs the teacher's scores.
     """
     self._functions, self._buckets, self._teacher = functions, buckets, teacher
+    self._scorers = frozenset(s for s, needed in (('teacher', teacher), ('reference', 'reference' in functions.terms.needs)) if needed)
     self.max_tokens = buckets.pad(max_tokens)
     self._running: dict[At, Turns] = {}
     self._open: dict[At, Any] = {}  # early work, each kind its own
@@ -119,17 +121,17 @@ class OpenTrajectories(abc.ABC):
     """Takes one more turn; an earlier index begins another attempt."""
     known = self._running.setdefault(at, Turns())
     del known.turns[turn.index:]
-    known.scores = {i: s for i, s in known.scores.items() if i < turn.index}
+    known.scores = {key: s for key, s in known.scores.items() if key[0] < turn.index}
     known.turns.append(turn)
 
-  def score(self, at: At, turn: int, log_probs: Sequence[float]) -> None:
-    """Takes the teacher's scores of a turn that is fixed."""
+  def score(self, at: At, turn: int, log_probs: Sequence[float], scorer: str = 'teacher') -> None:
+    """Takes a scorer's scores of a turn that is fixed."""
     if turn < len(self._running[at].turns):
-      self._running[at].scores[turn] = log_probs
+      self._running[at].scores[turn, scorer] = log_probs
 
   def complete(self, at: At, turns: Sequence[types.Turn]) -> None:
     """Takes the trajectory as it ended."""
-    self._running[at] = Turns(list(turns), {t.index: t.teacher_log_probs for t in turns if t.teacher_log_probs is not None})
+    self._running[at] = Turns(list(turns), {(t.index, scorer): s for t in turns for scorer, s in t.scores.items()})
 
   def steps(self, at: At) -> int:
     """How much could run early by now: grows with every turn or score that makes work possible; 0 once history was rewritten."""
@@ -154,8 +156,14 @@ class OpenTrajectories(abc.ABC):
     """
 
   @abc.abstractmethod
-  def gradient(self, params, before: int, prompt: llama.Boundary, at: At, weight: float) -> sources_lib.SourceResult:
-    """Gradient of the completed trajectory, every scored token weighted by `weight` (and its advantage, with a teacher)."""
+  def gradients(self, params, before: int, prompt: llama.Boundary, at: At,
+                passes: Sequence[tuple[float, float]]) -> list[sources_lib.SourceResult]:
+    """Gradients of the completed trajectory, which is forgotten.
+
+    Args:
+      params, before, prompt, at: as for `advance`.
+      passes: one result for each (w_t, u_t) of every scored token; with a teacher only (1, 1), and w_t its advantage beside.
+    """
 
   @abc.abstractmethod
   def warm_up(self, params, prompt: llama.Boundary) -> Iterator[sources_lib.SourceResult]:

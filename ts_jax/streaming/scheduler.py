@@ -4,8 +4,9 @@
 lanes: it feeds events and runs what is assigned.  A schedule is a `Policy`; there is one machine for all of them.
 
 Service order at a free lane: fold a held gradient whose reward arrived; close a group; then sources, `final` (all
-rewards of the group known) before `known` (its own reward known) before `content` (tokens fixed, verdict pending), in
-readiness order; then, at granularities `turn` and `forward`, turns of running trajectories; then prompts nobody asked for yet.
+rewards that advantages are relative to known) before `known` (its own reward known) before `content` (tokens fixed, verdict
+pending), in readiness order; then, at granularities `turn` and `forward`, turns of running trajectories; then prompts nobody
+asked for yet.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import enum
 from typing import Sequence
 
+from ts_jax import types
 from ts_jax.objectives import policy_gradient
 from ts_jax.objectives.objective import Objective
 
@@ -59,6 +61,8 @@ class Policy:
     pack_waste: largest padded cost of a pack relative to its members' own.
     objective: from rewards to coefficients; the lanes' own.
     kept_cap: running trajectories per lane that may hold work of their turns at once (a memory budget).
+    reward_sums: distinct rewards per group (per lane, with the batch as population) that may have a sum of their own, where
+      the objective is not affine.  A source with one more reward waits until its advantage is known.
   """
 
   granularity: str = 'trajectory'
@@ -68,12 +72,15 @@ class Policy:
   pack_waste: float = 1.15
   objective: Objective = policy_gradient.PolicyGradient()
   kept_cap: int = 8
+  reward_sums: int = 4
 
   def __post_init__(self):
     if self.granularity not in GRANULARITIES:
       raise ValueError(f'granularity {self.granularity!r} is unknown: use one of {GRANULARITIES}')
     if self.admission_cap < 1:
       raise ValueError(f'admission cap {self.admission_cap} must be at least 1')
+    if self.reward_sums < 1:
+      raise ValueError(f'reward_sums {self.reward_sums} must be at least 1')
     if not self.direct and max(self.pack_rows) > 1:
       raise ValueError(f'pack_rows {self.pack_rows} needs direct=True: packed rows share one sum')
     if self.by_turns and max(self.pack_rows) > 1:
@@ -103,11 +110,12 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class GroupState:
-  """One group.  `lane` owns it from its first work on; `statistics`: the pair (G1, G2) is allocated."""
+  """One group.  `lane` owns it from its first work on; `statistics`: its sums are allocated, `summed`: of which rewards."""
 
   sources: tuple[Source, ...]
   lane: int = -1
   statistics: bool = False
+  summed: tuple[float, ...] = ()
   prompt_started: bool = False
   touched: bool = False
   closing: bool = False
@@ -119,7 +127,7 @@ class GroupState:
     return tuple(s.reward for s in self.sources)
 
   def final(self, objective: Objective) -> bool:
-    """Everything the coefficients need is known: all rewards, or for an objective without rewards all content."""
+    """Everything the group itself has to wait for: all rewards, or for an objective without rewards all content."""
     if objective.needs_rewards:
       return all(s.reward is not None for s in self.sources)
     return all(s.status is not Status.RUNNING for s in self.sources)
@@ -140,6 +148,19 @@ class State:
   def batch_final(self) -> bool:
     """Every group is final."""
     return all(g.final(self.policy.objective) for g in self.groups)
+
+  @property
+  def rewards(self) -> tuple[float | None, ...]:
+    """Rewards of the batch so far, None where unknown."""
+    return tuple(r for g in self.groups for r in g.rewards)
+
+  def final(self, group: int) -> bool:
+    """The coefficients of a group's sources are known, and nothing more can come."""
+    return self.batch_final if self.policy.objective.needs_batch else self.groups[group].final(self.policy.objective)
+
+  def population(self, group: int) -> tuple[float | None, ...]:
+    """The rewards that a group's advantages are relative to."""
+    return self.rewards if self.policy.objective.needs_batch else self.groups[group].rewards
 
   @property
   def closed(self) -> bool:
@@ -204,16 +225,20 @@ class SourceWork:
 
 @dataclasses.dataclass(frozen=True)
 class FoldHeld:
-  """Fold a gradient whose reward was pending when it was computed."""
+  """Fold a gradient whose reward was pending when it was computed; with a `coefficient` into the batch."""
 
   group: int
   index: int
   reward: float
+  coefficient: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class CloseGroup:
-  """Reduce a group's statistics and run its prompt's backward pass (nothing but clean-up when uniform)."""
+  """Reduce a group's statistics and run its prompt's backward pass (nothing but clean-up where all of it is zero).
+
+  `rewards`: those that its advantages are relative to.
+  """
 
   group: int
   rewards: tuple[float, ...]
@@ -309,7 +334,19 @@ def _reward(state: State, event: RewardReady) -> State:
     raise SchedulerError(f'{event}: rewarded before its content was fixed')
   if source.reward is not None:
     raise SchedulerError(f'{event}: rewarded before with {source.reward}')
-  return _with_source(state, event.group, event.index, reward=event.reward)
+  state = _with_source(state, event.group, event.index, reward=event.reward)
+  if not (state.policy.direct or state.policy.objective.affine):
+    _check_sums(state, event.group)
+  return state
+
+
+def _check_sums(state: State, group: int) -> None:
+  """Every reward has a sum; which of them had one would depend on their order otherwise."""
+  distinct, sums = set(state.population(group)) - {None}, state.policy.reward_sums
+  if len(distinct) > sums:
+    raise types.TsJaxError(f'group {group} brings the {len(distinct)} distinct rewards {sorted(distinct)}, and there are sums for {sums}: '
+                           "raise config.objective.max_distinct_rewards (memory of the parameters' size for each), or use the float32 "
+                           'accumulator, where further ones wait for their advantage')
 
 
 def _done(state: State, event: WorkDone) -> State:
@@ -339,12 +376,13 @@ def _settle(state: State) -> State:
   """Skips what is known to contribute nothing; closes groups no lane has touched."""
   for number, group in enumerate(state.groups):
     objective = state.policy.objective
-    if group.closed or group.closing or not group.final(objective):
+    if group.closed or group.closing or not state.final(number):
       continue
-    coefficients, uniform = objective.source_coefficients(group.rewards), objective.is_zero(group.rewards)
+    coefficients, uniform = _coefficients(state, number), objective.is_zero(state.population(number))
     for index, source in enumerate(group.sources):
       # In a mixed group a single zero advantage may be dropped only where its sum is not part of exact statistics.
-      if source.status is Status.READY and (uniform or (state.policy.direct and coefficients[index] == 0)):
+      zero = (uniform or (state.policy.direct and coefficients[index] == 0)) and not objective.terms.needs_counts
+      if source.status is Status.READY and zero:
         state = _with_source(state, number, index, status=Status.SKIPPED)
         state = dataclasses.replace(state, skipped=state.skipped + 1)
       elif source.status is Status.HELD and uniform:
@@ -353,6 +391,10 @@ def _settle(state: State) -> State:
     if not group.touched and all(s.status is Status.SKIPPED for s in group.sources):
       state = _with_group(state, number, closed=True)
   return state
+
+
+def _coefficients(state: State, group: int):
+  return state.policy.objective.source_coefficients(state.groups[group].rewards, state.population(group))
 
 
 def _dispatch(state: State) -> tuple[State, list[Assignment]]:
@@ -376,26 +418,57 @@ def _assign(state: State, lane: int, work: Work) -> State:
       for index in work.indices:
         state = _with_source(state, work.group, index, status=Status.IN_LANE)
       if work.coefficients is None:
-        state = _with_group(state, work.group, statistics=True)
+        state = _with_sum(_with_group(state, work.group, statistics=True), work.group, work.reward)
       return _with_group(state, work.group, prompt_started=True)
     case FoldHeld():
-      return _with_source(state, work.group, work.index, status=Status.IN_LANE)
+      state = _with_source(state, work.group, work.index, status=Status.IN_LANE)
+      return state if work.coefficient is not None else _with_sum(state, work.group, work.reward)
     case CloseGroup():
       computed = sum(s.status is Status.DONE for s in state.groups[work.group].sources)
-      wasted = computed if state.policy.objective.is_zero(work.rewards) else 0
+      objective = state.policy.objective
+      wasted = computed if objective.is_zero(work.rewards) and not objective.terms.needs_counts else 0
       return dataclasses.replace(_with_group(state, work.group, closing=True), wasted=state.wasted + wasted)
   raise SchedulerError(f'unknown work {work!r}')
 
 
-def _choose(state: State, lane: int) -> Work | None:
-  mine = [(n, g) for n, g in enumerate(state.groups) if g.lane in (lane, -1) and not g.closed and not g.closing]
+def _with_sum(state: State, group: int, reward: float | None) -> State:
+  """The reward has a sum of its own, where rewards have."""
+  summed = state.groups[group].summed
+  if state.policy.objective.affine or reward is None or reward in summed:
+    return state
+  return _with_group(state, group, summed=(*summed, reward))
+
+
+def _has_sum(state: State, lane: int, group: int, reward: float | None) -> bool:
+  """A gradient with this reward has, or may have, a sum to go to."""
+  if state.policy.objective.affine or reward is None:
+    return True
+  mine = [g for g in state.groups if g.lane == lane] if state.policy.objective.needs_batch else [state.groups[group]]
+  summed = {r for g in mine for r in g.summed}
+  return reward in summed or len(summed) < state.policy.reward_sums
+
+
+def _next_fold(state: State, lane: int, mine: list[tuple[int, GroupState]]) -> FoldHeld | None:
+  """A held gradient whose reward is there, and a sum for it, or its advantage."""
   for number, group in mine:
     for index, source in enumerate(group.sources):
-      if source.status is Status.HELD and source.reward is not None:
+      if source.status is not Status.HELD or source.reward is None:
+        continue
+      if not state.policy.objective.affine and state.policy.direct and state.final(number):
+        return FoldHeld(number, index, source.reward, float(_coefficients(state, number)[index]))
+      if _has_sum(state, lane, number, source.reward):
         return FoldHeld(number, index, source.reward)
+  return None
+
+
+def _choose(state: State, lane: int) -> Work | None:
+  mine = [(n, g) for n, g in enumerate(state.groups) if g.lane in (lane, -1) and not g.closed and not g.closing]
+  fold = _next_fold(state, lane, mine)
+  if fold is not None:
+    return fold
   for number, group in mine:
-    if group.touched and group.final(state.policy.objective) and all(s.status in (Status.DONE, Status.SKIPPED) for s in group.sources):
-      return CloseGroup(number, group.rewards)
+    if group.touched and state.final(number) and all(s.status in (Status.DONE, Status.SKIPPED) for s in group.sources):
+      return CloseGroup(number, state.population(number))
   if state.policy.granularity == 'batch' and not state.batch_final:
     return None
   best = _best_source(state, lane, mine)
@@ -406,7 +479,7 @@ def _choose(state: State, lane: int) -> Work | None:
     if turn is not None:
       return turn
   for number, group in mine:
-    if not group.prompt_started and not group.final(state.policy.objective):
+    if not group.prompt_started and not state.final(number):
       return PromptForward(number)
   return None
 
@@ -428,14 +501,15 @@ def _best_source(state: State, lane: int, mine: list[tuple[int, GroupState]]) ->
   best, best_rank = None, None
   objective = state.policy.objective
   for number, group in mine:
-    final = group.final(objective)
-    if state.policy.granularity == 'group' and not final:
+    final = state.final(number)
+    if state.policy.granularity == 'group' and not group.final(objective):
       continue
     known = final or not objective.needs_rewards  # the coefficients, whatever else comes
     direct = known and (state.policy.direct or not objective.needs_rewards)
-    admitted = direct or group.statistics or open_groups < state.policy.admission_cap
+    # With the batch as population the sums are the lane's, not the group's.
+    admitted = direct or group.statistics or objective.needs_batch or open_groups < state.policy.admission_cap
     for index, source in enumerate(group.sources):
-      if source.status is not Status.READY or not admitted:
+      if source.status is not Status.READY or not admitted or not (direct or _has_sum(state, lane, number, source.reward)):
         continue
       service = Service.FINAL if known else Service.CONTENT if source.reward is None else Service.KNOWN
       if service is Service.CONTENT and holding:
@@ -450,7 +524,7 @@ def _best_source(state: State, lane: int, mine: list[tuple[int, GroupState]]) ->
   if not direct:
     return SourceWork(number, (index,), service, reward=group.sources[index].reward)
   indices = _pack(state.policy, group, index)
-  coefficients = state.policy.objective.source_coefficients(group.rewards)
+  coefficients = _coefficients(state, number)
   return SourceWork(number, indices, service, coefficients=tuple(float(coefficients[i]) for i in indices))
 
 

@@ -23,6 +23,7 @@ from ts_jax import types
 from ts_jax.kernels import logprob
 from ts_jax.models import llama
 from ts_jax.models.config import ModelConfig
+from ts_jax.objectives.terms import Scores, Terms
 from ts_jax.streaming.buckets import Buckets
 
 Array = jax.Array
@@ -38,6 +39,7 @@ class SourceBatch:
     targets: [B, S] int32 scored tokens.
     weights: [B, S] w_it, times the row's coefficient; 0 where padded.
     teacher: [B, S] teacher log-probs of the targets, or None where the objective needs none.
+    scores: what the objective's terms are functions of, [B, S] each.
   """
 
   tokens: Any
@@ -45,6 +47,7 @@ class SourceBatch:
   targets: Any
   weights: Any
   teacher: Any = None
+  scores: Scores = Scores()
 
   @property
   def shape(self) -> tuple[int, int, int]:
@@ -76,6 +79,7 @@ class SourceData:
     sampler_log_probs: [T], read where scored.
     policy_version: that sampled it.
     teacher_log_probs: [T], read where scored; None without a teacher.
+    reference_log_probs: [T], read where scored; None without a reference model.
   """
 
   completion: np.ndarray
@@ -83,14 +87,15 @@ class SourceData:
   sampler_log_probs: np.ndarray
   policy_version: int
   teacher_log_probs: np.ndarray | None = None
+  reference_log_probs: np.ndarray | None = None
 
   @classmethod
   def of(cls, trajectory: types.Trajectory) -> 'SourceData':
     """Reads a trajectory."""
-    teacher = trajectory.completion_teacher_log_probs
+    optional = lambda values: None if values is None else np.asarray(values, np.float64)
     return cls(np.asarray(trajectory.completion_ids, np.int32), np.asarray(trajectory.completion_mask, bool),
-               np.asarray(trajectory.completion_log_probs, np.float32), trajectory.policy_version,
-               None if teacher is None else np.asarray(teacher, np.float64))
+               np.asarray(trajectory.completion_log_probs, np.float64), trajectory.policy_version,
+               optional(trajectory.completion_teacher_log_probs), optional(trajectory.completion_reference_log_probs))
 
   @property
   def tokens(self) -> int:
@@ -103,8 +108,34 @@ class SourceData:
     return int(self.mask.sum())
 
 
-def pack(before: int, sources: Sequence[SourceData], weights: Sequence[float], buckets: Buckets,
-         teacher: bool = False) -> SourceBatch:
+def join(parts: Sequence[SourceData]) -> SourceData:
+  """Successive turns as one source."""
+  columns = {f.name: [getattr(p, f.name) for p in parts] for f in dataclasses.fields(SourceData)}
+  version = columns.pop('policy_version')[-1]
+  return SourceData(policy_version=version, **{name: None if c[0] is None else np.concatenate(c) for name, c in columns.items()})
+
+
+def scores_row(terms: Terms, width: int, source: SourceData | None = None, count: float = 0.0) -> Scores:
+  """Padded scores of a source's scored tokens [width], those that the terms need; all zero without a source.
+
+  Args:
+    terms: of the objective.
+    width: positions the output head runs on.
+    source: a trajectory, or turns of one.
+    count: u_t of each of its scored tokens.
+  """
+  def row(values):
+    padded = np.zeros(width)
+    if source is not None:
+      padded[:source.scored] = values(source)
+    return padded
+
+  needed = dict(sampler=lambda s: s.sampler_log_probs[s.mask], reference=lambda s: s.reference_log_probs[s.mask])
+  return Scores(counts=row(lambda _: count) if terms.needs_counts else None, **{name: row(needed[name]) for name in terms.needs})
+
+
+def pack(before: int, sources: Sequence[SourceData], weights: Sequence[float], buckets: Buckets, teacher: bool = False,
+         terms: Terms = Terms(), counts: Sequence[float] | None = None) -> SourceBatch:
   """Pads siblings into a batch.
 
   Args:
@@ -113,6 +144,8 @@ def pack(before: int, sources: Sequence[SourceData], weights: Sequence[float], b
     weights: weight of every scored token of each.
     buckets: allowed shapes.
     teacher: carry the teacher's log-probs, which every source then has.
+    terms: of the objective, whose scores every source then has.
+    counts: u_t of every scored token of each (default 0).
   """
   rows = len(sources)
   length = buckets.pad(max(s.tokens for s in sources))
@@ -129,7 +162,15 @@ def pack(before: int, sources: Sequence[SourceData], weights: Sequence[float], b
     batch.weights[row, :len(at)] = weight
     if teacher:
       batch.teacher[row, :len(at)] = source.teacher_log_probs[at]
-  return batch
+  rows_of_scores = [scores_row(terms, scored, *of) for of in zip(sources, counts or [0.0] * rows)]
+  return batch.replace(scores=jax.tree.map(lambda *columns: np.stack(columns), *rows_of_scores))
+
+
+def empty(rows: int, length: int, scored: int, teacher: bool = False, terms: Terms = Terms()) -> SourceBatch:
+  """A batch without a token, to compile for."""
+  row = lambda dtype=np.int32: np.zeros((rows, scored), dtype)
+  return SourceBatch(np.zeros((rows, length), np.int32), row(), row(), row(np.float64), row(np.float64) if teacher else None,
+                     jax.tree.map(lambda x: np.stack([x] * rows), scores_row(terms, scored)))
 
 
 def padded(ids: Sequence[int], buckets: Buckets) -> np.ndarray:
@@ -148,12 +189,14 @@ class SourceFunctions:
     temperature: sampling temperature of the policy.
     dtype: activation dtype name ('float32', 'bfloat16', 'float64').
     remat_tokens: segments of more padded tokens than this recompute layers in the backward pass.
+    terms: token-local terms beside the score.
   """
 
   config: ModelConfig
   temperature: float = 1.0
   dtype: str = 'float32'
   remat_tokens: int = 2048
+  terms: Terms = Terms()
 
   def root(self) -> llama.Boundary:
     """The boundary state before the first token."""
@@ -268,5 +311,5 @@ def _score(self: SourceFunctions, params, boundary, memory, batch):
   flat = lambda x: x.reshape(-1).astype(wide)
   value, log_probs = logprob.weighted_score(
       chosen, llama.head_matrix(params).astype(hidden.dtype), batch.targets.reshape(-1), flat(batch.weights),
-      None if batch.teacher is None else flat(batch.teacher), self.temperature)
+      None if batch.teacher is None else flat(batch.teacher), self.temperature, jax.tree.map(flat, batch.scores), self.terms)
   return value, (log_probs, own)

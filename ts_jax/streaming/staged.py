@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from ts_jax.kernels import logprob
 from ts_jax.models import llama, staged
+from ts_jax.objectives.terms import Scores
 from ts_jax.streaming import sources
 
 Array = jax.Array
@@ -58,7 +59,7 @@ def turn_forward_apart(functions: sources.SourceFunctions, params, kept: staged.
 
 @functools.partial(jax.jit, static_argnums=0)
 def head_gradient(functions: sources.SourceFunctions, params, hidden: Array, positions: Array, targets: Array, weights: Array,
-                  teacher: Array | None = None) -> HeadResult:
+                  teacher: Array | None = None, scores: Scores = Scores()) -> HeadResult:
   """Output head, forward and backward.
 
   Args:
@@ -69,6 +70,7 @@ def head_gradient(functions: sources.SourceFunctions, params, hidden: Array, pos
     targets: [S] scored tokens.
     weights: [S], 0 where padded.
     teacher: [S] teacher log-probs for distillation (Equation 8), or None.
+    scores: [S] each, what the objective's terms are functions of.
   """
   chosen = hidden[0].at[positions].get(mode='fill', fill_value=0)
   name = 'head' if 'head' in params else 'embed'
@@ -77,7 +79,8 @@ def head_gradient(functions: sources.SourceFunctions, params, hidden: Array, pos
     normal = llama.final_norm(functions.config, top, chosen)
     wide = jnp.promote_types(normal.dtype, jnp.float32)
     return logprob.weighted_score(normal, llama.head_matrix(top).astype(normal.dtype), targets, weights.astype(wide),
-                                  None if teacher is None else teacher.astype(wide), functions.temperature)
+                                  None if teacher is None else teacher.astype(wide), functions.temperature,
+                                  jax.tree.map(lambda x: x.astype(wide), scores), functions.terms)
 
   top = {k: params[k] for k in ('final_norm', name)}
   (gradient, dchosen), log_probs = jax.grad(score, argnums=(0, 1), has_aux=True)(top, chosen)
@@ -86,7 +89,7 @@ def head_gradient(functions: sources.SourceFunctions, params, hidden: Array, pos
 
 @functools.partial(jax.jit, static_argnums=0)
 def source_gradient(functions: sources.SourceFunctions, params, kept: staged.Kept, tokens: Array, prompt: llama.Boundary,
-                    positions: Array, targets: Array, weights: Array) -> sources.SourceResult:
+                    positions: Array, targets: Array, weights: Array, scores: Scores = Scores()) -> sources.SourceResult:
   """A complete trajectory's score gradient from kept values: output head, then layers backward.
 
   Args:
@@ -95,9 +98,9 @@ def source_gradient(functions: sources.SourceFunctions, params, kept: staged.Kep
     kept: the trajectory, all turns forward; may have more room than needed.
     tokens: [1, T] inputs, padded; T at most the room.
     prompt: the prompt's boundary state.
-    positions, targets, weights: [S], as for `head_gradient`.
+    positions, targets, weights, scores: [S], as for `head_gradient`.
   """
-  head = head_gradient(functions, params, kept.hidden[:, :tokens.shape[1]], positions, targets, weights)
+  head = head_gradient(functions, params, kept.hidden[:, :tokens.shape[1]], positions, targets, weights, scores=scores)
   return sources.SourceResult(*complete(functions, params, kept, tokens, prompt, head.gradient, head.cotangent), head.log_probs[None])
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from ts_jax.models import llama
 from ts_jax.models.config import ModelConfig
+from ts_jax.objectives.terms import Terms
 from ts_jax.streaming import open_trajectories, sources as sources_lib
 
 
@@ -31,22 +32,31 @@ def _scale(tree, factor):
   return jax.tree.map(lambda x: (factor * x).astype(x.dtype), tree)
 
 
-def held_bytes(config: ModelConfig) -> int:
-  """Memory of one open trajectory, which is that of its gradient above all."""
+def held_bytes(config: ModelConfig, passes: int = 1) -> int:
+  """Memory of one open trajectory, which is that of its gradients above all: one for each of its `unit_passes`."""
   shapes = jax.eval_shape(lambda key: llama.init_params(config, key), jax.random.PRNGKey(0))
-  return sum(4 * x.size for x in jax.tree.leaves(shapes))
+  return passes * sum(4 * x.size for x in jax.tree.leaves(shapes))
 
 
 @dataclasses.dataclass
 class _Open:
-  """Turns that have been differentiated: their ids and scores, positions, and sums."""
+  """Turns that have been differentiated: their ids and scores, positions, and sums of (gradient, adjoint)."""
 
   memory: llama.Boundary
   data: list[sources_lib.SourceData] = dataclasses.field(default_factory=list)
   starts: list[int] = dataclasses.field(default_factory=list)
   log_probs: list[np.ndarray] = dataclasses.field(default_factory=list)
-  gradient: Any = None
-  adjoint: Any = None
+  sums: dict[tuple[float, float], tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+
+
+def unit_passes(terms: Terms, teacher: bool) -> tuple[tuple[float, float], ...]:
+  """The (w_t, u_t) at which a turn is differentiated; whatever weights the trajectory turns out to have combine them.
+
+  Terms that do not carry the advantage need a sum of their own, unless advantages are known with the turn (a teacher's).
+  """
+  if teacher:
+    return ((1.0, 1.0),)
+  return ((1.0, 0.0), (0.0, 1.0)) if terms.needs_counts else ((1.0, 0.0),)
 
 
 class TurnTrajectories(open_trajectories.OpenTrajectories):
@@ -54,42 +64,49 @@ class TurnTrajectories(open_trajectories.OpenTrajectories):
 
   span_kind = 'turn'
 
+  def __init__(self, functions, buckets, max_tokens, teacher=False):
+    super().__init__(functions, buckets, max_tokens, teacher)
+    self._units = unit_passes(functions.terms, teacher)
+
   def _steps(self, at):
-    return self._running[at].scored(self._teacher)
+    return self._running[at].scored(self._scorers)
 
   def advance(self, params, before, prompt, at):
     known, state = self._running[at], self._state(prompt, at)
     first, done = state.memory.length, len(state.data)
     self._check_length(at, len(known.ids()))
     for index in range(done, self._steps(at)):
-      self._run(params, before, prompt, state, known.data(index, self._teacher))
-    jax.block_until_ready((state.memory, state.gradient))
+      self._run(params, before, prompt, state, known.data(index, self._scorers))
+    jax.block_until_ready((state.memory, [gradient for gradient, _ in state.sums.values()]))
     return int(state.memory.length - first)
 
-  def gradient(self, params, before, prompt, at, weight):
+  def gradients(self, params, before, prompt, at, passes):
     self.advance(params, before, prompt, at)
     state = self._open.pop(at)
-    adjoint = state.adjoint
+    units = [self._replayed(params, before, prompt, state, *state.sums.pop(unit)) for unit in self._units]
+    log_probs, results = np.concatenate(state.log_probs)[None], []
+    for weights in passes:
+      parts = [_scale(unit, np.float64(w)) if w != 1 else unit for unit, w in zip(units, weights) if w]
+      results.append(sources_lib.SourceResult(*functools.reduce(open_trajectories.accumulate, parts), log_probs))
+    return results
+
+  def _replayed(self, params, before: int, prompt: llama.Boundary, state: _Open, gradient: Any, adjoint: Any) -> tuple[Any, Any]:
+    """(gradient, adjoint of the prompt) with what later turns want of earlier ones run backward through those."""
     for index in reversed(range(len(state.data) - 1)):
       data, start = state.data[index], state.starts[index]
       if data.tokens:
         tokens = sources_lib.padded(self._inputs(before, state, index), self._buckets)
-        gradient, above = self._functions.segment_gradient(params, self._behind(prompt, state.memory, start), tokens, adjoint)
-        state.gradient, adjoint = open_trajectories.accumulate(state.gradient, gradient), self._at_capacity(prompt, above)
+        more, above = self._functions.segment_gradient(params, self._behind(prompt, state.memory, start), tokens, adjoint)
+        gradient, adjoint = open_trajectories.accumulate(gradient, more), self._at_capacity(prompt, above)
     past = prompt.keys.shape[1]
-    result = (state.gradient, jax.tree.map(lambda a: a[:, :past], adjoint))
-    if weight != 1:
-      result = _scale(result, np.float64(weight))
-    return sources_lib.SourceResult(*result, np.concatenate(state.log_probs)[None])
+    return gradient, jax.tree.map(lambda a: a[:, :past], adjoint)
 
   def warm_up(self, params, prompt):
     capacity, total = self._capacity(prompt), None
     like = lambda length, dtype: tuple(jnp.zeros((x.shape[0], length, *x.shape[2:]), dtype) for x in (prompt.keys, prompt.values))
     adjoint = like(capacity, jnp.promote_types(prompt.keys.dtype, jnp.float32))
     for tokens, scored in self._scored_shapes():
-      row = np.zeros((1, scored), np.int32)
-      batch = sources_lib.SourceBatch(np.zeros((1, tokens), np.int32), row, row, np.zeros((1, scored)),
-                                      np.zeros((1, scored)) if self._teacher else None)
+      batch = sources_lib.empty(1, tokens, scored, self._teacher, self._functions.terms)
       for past in self._pasts(prompt, capacity):
         memory = llama.Boundary(*like(past, prompt.keys.dtype), prompt.length)
         result, _ = self._functions.turn_gradient(params, memory, batch, np.int32(1), capacity)
@@ -112,7 +129,7 @@ class TurnTrajectories(open_trajectories.OpenTrajectories):
   def _state(self, prompt: llama.Boundary, at: open_trajectories.At) -> _Open:
     """What has been done of this attempt; starts over where another attempt's turns were done."""
     state = self._open.get(at)
-    if state is None or not self._running[at].begins_with(state.data, self._teacher):
+    if state is None or not self._running[at].begins_with(state.data, self._scorers):
       state = self._open[at] = _Open(prompt)
     return state
 
@@ -132,10 +149,13 @@ class TurnTrajectories(open_trajectories.OpenTrajectories):
       tokens = sources_lib.padded(inputs, self._buckets)
       state.memory = self._functions.segment_forward(params, boundary, tokens, np.int32(data.tokens), capacity)
       return
-    batch = sources_lib.pack(int(inputs[0]), [data], [1.0], self._buckets, self._teacher)
-    result, state.memory = self._functions.turn_gradient(params, boundary, batch, np.int32(data.tokens), capacity)
-    state.gradient = open_trajectories.accumulate(state.gradient, result.gradient)
-    state.adjoint = (self._at_capacity(prompt, result.adjoint) if state.adjoint is None
-                     else _add_front(state.adjoint, result.adjoint))
+    for unit in self._units:
+      weight, count = unit
+      batch = sources_lib.pack(int(inputs[0]), [data], [weight], self._buckets, self._teacher, self._functions.terms, [count])
+      result, memory = self._functions.turn_gradient(params, boundary, batch, np.int32(data.tokens), capacity)
+      gradient, adjoint = state.sums.get(unit, (None, None))
+      state.sums[unit] = (open_trajectories.accumulate(gradient, result.gradient),
+                          self._at_capacity(prompt, result.adjoint) if adjoint is None else _add_front(adjoint, result.adjoint))
+    state.memory = memory
     state.log_probs.append(np.asarray(result.log_probs)[0, :data.scored])
 

@@ -123,6 +123,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
             f'update {update}: nothing arrived from the rollout side for {stall_timeout_s:.0f} s; {len(waiting)} '
             f'trajectories have not finished, the first is {waiting[:1]}. See the engine log in the run directory; '
             'config.rollout.stall_timeout_s sets the limit') from None
+  keep(lanes[0].finish_statistics(lanes[1:], state.rewards))
   keep(lanes[0].finish_shared_prefix(lanes[1:]))
   batch = record.complete()
   rollout_end_s = max(t.reward_s for t in batch.trajectories)
@@ -151,7 +152,7 @@ def _translate(event: types.RolloutEvent | types.Span, update: int, lanes: Seque
       steps = [lane.fix_turn(event.group, event.index, event.turn) for lane in lanes]
       return [scheduler.TurnReady(event.group, event.index, steps[0])]
     case types.TurnScored() if policy.by_turns:
-      steps = [lane.score_turn(event.group, event.index, event.turn, event.log_probs) for lane in lanes]
+      steps = [lane.score_turn(event.group, event.index, event.turn, event.log_probs, event.scorer) for lane in lanes]
       return [scheduler.TurnReady(event.group, event.index, steps[0])]
     case types.Span() | types.TurnFixed() | types.TurnScored():
       return []
@@ -161,9 +162,11 @@ def _translate(event: types.RolloutEvent | types.Span, update: int, lanes: Seque
   at = (trajectory.group, trajectory.index)
   if isinstance(event, types.ContentFixed):
     data = [lane.register(trajectory) for lane in lanes][0]
-    if policy.objective.needs_teacher and data.scored and data.teacher_log_probs is None:
-      raise types.TsJaxError(f'trajectory {trajectory.key} has no teacher log-probs, which the objective needs: was it recorded '
-                             'without a teacher?')
+    needed = ['teacher'] * policy.objective.needs_teacher + ['reference'] * ('reference' in policy.objective.terms.needs)
+    for scorer in needed:
+      if data.scored and getattr(data, f'{scorer}_log_probs') is None:
+        raise types.TsJaxError(f'trajectory {trajectory.key} has no {scorer} log-probs, which the objective needs: was it recorded '
+                               f'without a {scorer}?')
     record.ready_s[at] = trajectory.content_s
     return [scheduler.ContentReady(*at, scored=data.scored, cost=lanes[0].cost(data))]
   record.trajectories[at] = trajectory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Iterable, Iterator
+from typing import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,9 @@ import numpy as np
 
 from ts_jax.kernels import fold
 from ts_jax.models import llama
-from ts_jax.streaming import sources as sources_lib
+from ts_jax.objectives import policy_gradient
+from ts_jax.objectives.objective import Objective
+from ts_jax.streaming import sources as sources_lib, statistics
 from ts_jax.streaming.buckets import Buckets
 from ts_jax.streaming.open_trajectories import OpenTrajectories
 
@@ -26,8 +28,9 @@ def count(buckets: Buckets, prompt_tokens: Iterable[int], max_tokens: int, rows:
 
 
 def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *, prompt_tokens: Iterable[int],
-            max_tokens: int, rows: Iterable[int], accumulator: str, shared_tokens: int = 0, teacher: bool = False,
-            trajectories: OpenTrajectories | None = None, advance: Callable[[int], None] = lambda _: None) -> None:
+            max_tokens: int, rows: Iterable[int], accumulator: str, shared_tokens: int = 0,
+            objective: Objective = policy_gradient.PolicyGradient(), trajectories: OpenTrajectories | None = None,
+            advance: Callable[[int], None] = lambda _: None) -> None:
   """Runs each jitted learner function once per shape.
 
   Args:
@@ -39,7 +42,7 @@ def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *,
     rows: row counts of packed sources.
     accumulator: 'float32' or 'exact'.
     shared_tokens: length of the shared prefix; 0 without one.
-    teacher: the objective needs the teacher's scores.
+    objective: the lane's; its terms are the functions'.
     trajectories: the lane's, at granularities `turn` and `forward`.
     advance: told the number of shapes finished.
   """
@@ -52,19 +55,16 @@ def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *,
   for boundary in boundaries.values():
     advance(1)
     if trajectories is None:
-      batches = _empty_batches(shapes(buckets, max_tokens, rows), teacher)
-      results = (functions.source_gradient(params, boundary, batch) for batch in batches)
+      results = (functions.source_gradient(params, boundary, sources_lib.empty(*shape, objective.needs_teacher, functions.terms))
+                 for shape in shapes(buckets, max_tokens, rows))
     else:
       results = trajectories.warm_up(params, boundary)
     for result in results:
       jax.block_until_ready(result)
       advance(1)
-    tree = {'params': result.gradient, 'boundary': result.adjoint}
-    pair = fold.fold_pair(accumulator, fold.fold_pair(accumulator, None, tree, 0.0), tree, 0.0)
     total = fold.fold(accumulator, fold.zeros(accumulator, result.gradient), result.gradient)
-    part = lambda name: tuple(s.replace(leaves=s.leaves[name]) for s in pair)
-    fold.value_reduced(accumulator, part('boundary'), 0.0, 0.0)
-    jax.block_until_ready(fold.fold_reduced(accumulator, total, part('params'), 0.0, 0.0))
+    if objective.needs_rewards:
+      jax.block_until_ready(statistics.warm_up(objective, accumulator, result.gradient, result.adjoint, total, boundary.keys.dtype))
     direct = fold.fold(accumulator, fold.zeros(accumulator, result.adjoint), result.adjoint)
     jax.block_until_ready(fold.value(accumulator, direct))
 
@@ -81,10 +81,3 @@ def _segment(functions: sources_lib.SourceFunctions, params, buckets: Buckets, p
     fold.value(accumulator, fold.fold(accumulator, fold.zeros(accumulator, above), above), wide)
   jax.block_until_ready(gradient)
   return boundary
-
-
-def _empty_batches(wanted: Iterable[tuple[int, int, int]], teacher: bool) -> Iterator[sources_lib.SourceBatch]:
-  for rows, width, scored in wanted:
-    row = lambda dtype: np.zeros((rows, scored), dtype)
-    yield sources_lib.SourceBatch(np.zeros((rows, width), np.int32), row(np.int32), row(np.int32), row(np.float64),
-                                  row(np.float64) if teacher else None)

@@ -11,7 +11,7 @@ from ts_jax.models import tokenizer as tokenizer_lib
 from ts_jax.telemetry import metrics
 from ts_jax.telemetry import rundir
 
-SPAN_KINDS = ('engine', 'tool', 'teacher', 'verify', 'forward', 'turn', 'source', 'prompt', 'fold', 'reduce', 'optimizer', 'publish', 'compile')
+SPAN_KINDS = ('engine', 'tool', 'teacher', 'reference', 'verify', 'forward', 'turn', 'source', 'prompt', 'fold', 'reduce', 'optimizer', 'publish', 'compile')
 _MAX_TEXT = 6000  # characters of one observation or prompt that the page carries
 _REPLACEMENT = '\ufffd'
 

@@ -1,7 +1,7 @@
 // The timeline of one update: engine slots, tools, teacher, verifier, learner lanes, publication; learner gaps hatched.
 const KIND = Object.fromEntries(DATA.kinds.map((k, n) => [k, n]));
 const LEARNER_KINDS = ['forward', 'turn', 'source', 'prompt', 'fold', 'compile'], BARRIER_KINDS = ['reduce', 'optimizer'];
-const KIND_NAMES = {engine: 'engine request', tool: 'tool call', teacher: 'teacher score', verify: 'verifier', forward: 'turn forward', turn: 'turn gradient', source: 'source gradient', prompt: 'prompt (shared)', fold: 'fold', reduce: 'reduction',
+const KIND_NAMES = {engine: 'engine request', tool: 'tool call', teacher: 'teacher score', reference: 'reference score', verify: 'verifier', forward: 'turn forward', turn: 'turn gradient', source: 'source gradient', prompt: 'prompt (shared)', fold: 'fold', reduce: 'reduction',
   optimizer: 'optimizer step', publish: 'publication', compile: 'compilation'};
 
 function readSpans(update) {
@@ -43,10 +43,11 @@ function analyse(update) {
   const lanes = [...new Set(of(...LEARNER_KINDS, ...BARRIER_KINDS).map(v => v.lane).filter(v => v >= 0))].sort((a, b) => a - b);
   if (!lanes.length) lanes.push(0);
   const rows = [];
-  const engine = of('engine'), tool = of('tool'), teacher = of('teacher'), verify = of('verify');
+  const engine = of('engine'), tool = of('tool'), teacher = of('teacher'), reference = of('reference'), verify = of('verify');
   if (engine.length) rows.push({name: 'Engine', note: n => plural(n, 'slot'), spans: engine, packed: pack(engine)});
   if (tool.length) rows.push({name: 'Tools', note: n => `up to ${n} at once`, spans: tool, packed: pack(tool)});
   if (teacher.length) rows.push({name: 'Teacher', note: n => `up to ${n} at once`, spans: teacher, packed: pack(teacher)});
+  if (reference.length) rows.push({name: 'Reference', note: n => `up to ${n} at once`, spans: reference, packed: pack(reference)});
   if (verify.length) rows.push({name: 'Verifier', note: n => `up to ${n} at once`, spans: verify, packed: pack(verify)});
   let idle = 0;
   for (const lane of lanes) {
