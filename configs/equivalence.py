@@ -34,6 +34,6 @@ def get_config(arg: str = 'grpo'):
       student_updates=3,  # updates of each of these
       lanes=(1, 2, 4),  # numbers of learner lanes, each on a virtual device
       lane_orders=10,  # of the small student at each number beyond the first
-      layers=2, width=32,  # of the small student
+      layers=2, width=32,  # sizes of the small student
   )
   return config

@@ -85,16 +85,16 @@ def _figures(errors: update_errors.Errors, bits: dict[str, dict[str, equal_bits.
 
 def _print(config, errors: update_errors.Errors, bits, figures: dict) -> None:
   paper = _PAPER.get(config.objective.name, (float('nan'),) * 4)
-  beside = lambda value: f'paper {value:.2g}' if value == value else 'not in the paper'
+  beside = lambda value, form='.2g': f'paper {value:{form}}' if value == value else 'not in the paper'
   print('\nFirst direction g_0 before clipping, and parameter gap after the last update (Equation 30), against Sync\n')
   print(f'{"":12}{"float32 error":>15}{"1 - cosine":>12}{"gap":>10}{"bfloat16 error":>16}')
   print(f'{"Sync":12}{"":15}{"":12}{"":10}{errors.bfloat16["batch"]:16.2%}')
   for granularity, error in errors.float32.items():
     print(f'{granularity:12}{error:15.1e}{errors.cosine[granularity]:12.1e}{errors.gap[granularity][-1]:10.1e}{errors.bfloat16[granularity]:16.2%}')
   print(f'\nlargest: float32 {figures["float32_relative_error"]:.2e} ({beside(paper[0])}), 1 - cosine {figures["one_minus_cosine"]:.1e} '
-        f'({beside(paper[1])}), gap {figures["parameter_gap"]:.1e} (paper below {_PAPER_GAP:.0e} over ten updates)')
-  print(f'bfloat16 against float32 Sync: Sync {figures["bf16_error_sync"]:.2%} ({beside(100 * paper[2])} %), streamed '
-        f'{figures["bf16_error_streamed"]:.2%} ({beside(100 * paper[3])} %); Sync\'s parameters between precisions '
+        f'({beside(paper[1])}), gap {figures["parameter_gap"]:.1e} (paper: below {_PAPER_GAP:.0e} over ten updates)')
+  print(f'bfloat16 against float32 Sync: Sync {figures["bf16_error_sync"]:.2%} ({beside(paper[2], ".2%")}), streamed '
+        f'{figures["bf16_error_streamed"]:.2%} ({beside(paper[3], ".2%")}); Sync\'s parameters between precisions '
         f'{errors.precision_gap[-1]:.1e}, between schedules in bfloat16 {errors.bfloat16_gap[-1]:.1e}\n')
   settings = config.equivalence
   names = {'small': f'random student of {settings.layers} layers, width {settings.width}, with the vocabulary of {config.model.source}',

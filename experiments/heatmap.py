@@ -61,18 +61,21 @@ def draw(title: str, rows: Sequence[Sequence[Heatmap | Scatter]], low: float, hi
       for place in axes[len(row):]:
         place.set_axis_off()
     if shown is not None:
-      picture.colorbar(shown, ax=places, shrink=1 / len(rows), aspect=14, anchor=(0, 1), format='%g×')
+      bar = picture.colorbar(shown, ax=places, shrink=1 / len(rows), aspect=14, anchor=(0, 1), format='%g×')
+      bar.ax.hlines(levels, 0, 1, colors=_inks(levels, low, high), linewidths=0.8)
     picture.savefig(written, format='svg', dpi=150, metadata={'Title': title, 'Date': None})
   return written.getvalue()
+
+
+def _inks(levels: Sequence[float], low: float, high: float) -> list[str]:
+  return ['white' if v < low + 0.65 * (high - low) else 'black' for v in levels]  # the upper colours are light
 
 
 def _heatmap(place, panel: Heatmap, low: float, high: float, levels: Sequence[float]):
   shown = place.pcolormesh(panel.x.grid, panel.y.grid, panel.values, vmin=low, vmax=high, cmap=_COLOURS, shading='gouraud', rasterized=True)
   drawn = [v for v in levels if panel.values.min() < v < panel.values.max()]
   if drawn:
-    inks = ['white' if v < low + 0.65 * (high - low) else 'black' for v in drawn]  # the upper colours are light
-    lines = place.contour(panel.x.grid, panel.y.grid, panel.values, levels=drawn, colors=inks, linewidths=0.8, alpha=0.75)
-    place.clabel(lines, fmt='%g', fontsize=6)
+    place.contour(panel.x.grid, panel.y.grid, panel.values, levels=drawn, colors=_inks(drawn, low, high), linewidths=0.8, alpha=0.75)
   place.set(xscale='log', yscale='log', title=panel.title, xlabel=panel.x.label, ylabel=panel.y.label)
   for axis, marked in ((place.xaxis, panel.x.ticks), (place.yaxis, panel.y.ticks)):
     axis.set_major_locator(ticker.FixedLocator(marked))

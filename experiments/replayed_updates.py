@@ -72,7 +72,7 @@ class RandomStudent(wiring.Student):
 
 def small_student(student: wiring.Student, layers: int, width: int) -> RandomStudent:
   """A random student with the vocabulary of `student`, for what is too often repeated for the student itself."""
-  sizes = dataclasses.replace(student.config, width=width, ffn_width=2 * width, layers=layers, heads=4, kv_heads=2, head_dim=width // 4)
+  sizes = dataclasses.replace(student.config, width=width, ffn_width=3 * width // 2, layers=layers, heads=4, kv_heads=2, head_dim=width // 4)
   return RandomStudent(student.folder, sizes, student.tokenizer, student.template)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import tempfile
-from typing import Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -57,52 +57,93 @@ def measure(config, student: wiring.Student, batches: Sequence[types.LogicalBatc
     folder: where parameters of all updates have room for a while (4 bytes a parameter and update).
     advance: told of each update done.
   """
-  errors, chosen = Errors(), config.schedule.granularity
-
-  def steps(granularity: str, dtype: str, updates: int = len(batches)):
-    replay = replayed_updates.Replay(replayed_updates.under(config, granularity, dtype=dtype), student, batches)
-    for k, step in enumerate(replay.steps(updates)):
-      yield k, step
-      advance()
-
   with tempfile.TemporaryDirectory(dir=folder) as scratch:
     first = jax.device_get(student.params())
     history = replayed_updates.History(pathlib.Path(scratch), len(batches), first)
-    moved = []
-    for k, step in steps('batch', 'float32'):
-      history.write(k, step.params)
-      moved.append(replayed_updates.distance(step.params, first))
+    measurement = _Measurement(config, student, batches, advance, first, history)
+    measurement.float32()
+    measurement.bfloat16()
+  return measurement.errors
+
+
+@dataclasses.dataclass
+class _Measurement:
+  """Replays one schedule after another.
+
+  Attributes:
+    first: theta_0.
+    history: Sync's parameters after each update, in the precision that is replayed.
+    moved: how far Sync had moved the parameters after each update.
+    direction: Sync's float32 g_0, and `size` its norm.
+  """
+
+  config: Any
+  student: wiring.Student
+  batches: Sequence[types.LogicalBatch]
+  advance: Callable[[], None]
+  first: Any
+  history: replayed_updates.History
+  errors: Errors = dataclasses.field(default_factory=Errors)
+  moved: list[float] = dataclasses.field(default_factory=list)
+  direction: Any = None
+  size: float = 0.0
+
+  def float32(self) -> None:
+    """Sync, then each streamed granularity against it."""
+    for k, step in self._steps('batch', 'float32'):
+      self._keep(k, step)
       if k == 0:
-        sync = jax.device_get(step.direction)
-        chance = _Sample(sync)
-        errors.samples['sync'] = chance.of(sync)
-    size = replayed_updates.norm(sync)
+        self.direction, self.size = jax.device_get(step.direction), replayed_updates.norm(step.direction)
+        self._sample = _Sample(self.direction)
+        self.errors.samples['sync'] = self._sample.of(self.direction)
     for granularity in STREAMED:
-      errors.gap[granularity] = []
-      for k, step in steps(granularity, 'float32'):
-        errors.gap[granularity].append(replayed_updates.parameter_gap(step.params, history.read(k), moved[k]))
+      gaps = self.errors.gap[granularity] = []
+      for k, step in self._steps(granularity, 'float32'):
+        gaps.append(self._gap(k, step))
         if k == 0:
-          errors.float32[granularity] = replayed_updates.distance(step.direction, sync) / size
-          errors.cosine[granularity] = one_minus_cosine(step.direction, sync)
-          if granularity == chosen:
-            errors.samples['streamed'] = chance.of(step.direction)
-    moved_float32, moved = moved, []
-    for k, step in steps('batch', 'bfloat16'):
-      errors.precision_gap.append(replayed_updates.parameter_gap(step.params, history.read(k), moved_float32[k]))
-      history.write(k, step.params)
-      moved.append(replayed_updates.distance(step.params, first))
+          self.errors.float32[granularity] = self._error(step)
+          self.errors.cosine[granularity] = one_minus_cosine(step.direction, self.direction)
+          if granularity == self._chosen:
+            self.errors.samples['streamed'] = self._sample.of(step.direction)
+
+  def bfloat16(self) -> None:
+    """Sync against Sync in float32, whose place in the history it takes; then streamed granularities against it."""
+    moved_float32, self.moved = self.moved, []
+    for k, step in self._steps('batch', 'bfloat16'):
+      self.errors.precision_gap.append(replayed_updates.parameter_gap(step.params, self.history.read(k), moved_float32[k]))
+      self._keep(k, step)
       if k == 0:
-        errors.bfloat16['batch'] = replayed_updates.distance(step.direction, sync) / size
-        errors.samples['sync_bfloat16'] = chance.of(step.direction)
+        self.errors.bfloat16['batch'] = self._error(step)
+        self.errors.samples['sync_bfloat16'] = self._sample.of(step.direction)
     for granularity in STREAMED:
-      for k, step in steps(granularity, 'bfloat16', len(batches) if granularity == chosen else 1):
-        if granularity == chosen:
-          errors.bfloat16_gap.append(replayed_updates.parameter_gap(step.params, history.read(k), moved[k]))
+      chosen = granularity == self._chosen
+      for k, step in self._steps(granularity, 'bfloat16', len(self.batches) if chosen else 1):
+        if chosen:
+          self.errors.bfloat16_gap.append(self._gap(k, step))
         if k == 0:
-          errors.bfloat16[granularity] = replayed_updates.distance(step.direction, sync) / size
-          if granularity == chosen:
-            errors.samples['streamed_bfloat16'] = chance.of(step.direction)
-  return errors
+          self.errors.bfloat16[granularity] = self._error(step)
+          if chosen:
+            self.errors.samples['streamed_bfloat16'] = self._sample.of(step.direction)
+
+  @property
+  def _chosen(self) -> str:
+    return self.config.schedule.granularity
+
+  def _steps(self, granularity: str, dtype: str, updates: int | None = None) -> Iterator[tuple[int, replayed_updates.Step]]:
+    replay = replayed_updates.Replay(replayed_updates.under(self.config, granularity, dtype=dtype), self.student, self.batches)
+    for k, step in enumerate(replay.steps(updates or len(self.batches))):
+      yield k, step
+      self.advance()
+
+  def _keep(self, k: int, step: replayed_updates.Step) -> None:
+    self.history.write(k, step.params)
+    self.moved.append(replayed_updates.distance(step.params, self.first))
+
+  def _gap(self, k: int, step: replayed_updates.Step) -> float:
+    return replayed_updates.parameter_gap(step.params, self.history.read(k), self.moved[k])
+
+  def _error(self, step: replayed_updates.Step) -> float:
+    return replayed_updates.distance(step.direction, self.direction) / self.size
 
 
 def one_minus_cosine(a, b) -> float:
