@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+import tempfile
 from typing import Any, Iterator, NamedTuple, Sequence
 
 import jax
@@ -137,10 +138,11 @@ class History:
   """Parameters after each update of one replay, in a file: those of ten updates need not fit the memory."""
 
   def __init__(self, folder: pathlib.Path, updates: int, params):
-    """Makes the file for `updates` pytrees like `params` in `folder`; the caller removes the folder."""
+    """Makes room for `updates` pytrees like `params` in a file of `folder` that has no name: it goes with the process."""
     self._shapes = [x.shape for x in jax.tree.leaves(params)]
     self._ends = np.cumsum([np.prod(s, dtype=int) for s in self._shapes])
-    self._rows = np.lib.format.open_memmap(folder / 'parameters.npy', 'w+', np.float32, (updates, int(self._ends[-1])))
+    self._file = tempfile.TemporaryFile(dir=folder)
+    self._rows = np.memmap(self._file, np.float32, 'w+', shape=(updates, int(self._ends[-1])))
 
   def write(self, update: int, params) -> None:
     """Keeps the parameters behind `update`, in place of earlier ones."""

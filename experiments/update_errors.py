@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import tempfile
 from typing import Any, Callable, Iterator, Sequence
 
 import jax
@@ -57,12 +56,10 @@ def measure(config, student: wiring.Student, batches: Sequence[types.LogicalBatc
     folder: where parameters of all updates have room for a while (4 bytes a parameter and update).
     advance: told of each update done.
   """
-  with tempfile.TemporaryDirectory(dir=folder) as scratch:
-    first = jax.device_get(student.params())
-    history = replayed_updates.History(pathlib.Path(scratch), len(batches), first)
-    measurement = _Measurement(config, student, batches, advance, first, history)
-    measurement.float32()
-    measurement.bfloat16()
+  first = jax.device_get(student.params())
+  measurement = _Measurement(config, student, batches, advance, first, replayed_updates.History(folder, len(batches), first))
+  measurement.float32()
+  measurement.bfloat16()
   return measurement.errors
 
 

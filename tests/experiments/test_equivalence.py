@@ -15,7 +15,7 @@ from tests.experiments.conftest import ROOT
 from ts_jax import types
 from ts_jax.telemetry import rundir
 
-SETTINGS = {'updates': 2, 'batch.prompts': 2, 'batch.group_size': 3, 'learner.buckets': (24, 64), 'equivalence.student_updates': 1,
+SETTINGS = {'updates': 2, 'batch.prompts': 2, 'batch.group_size': 3, 'learner.buckets': (64,), 'equivalence.student_updates': 1,
             'equivalence.student_orders': 1, 'equivalence.lane_orders': 1, 'equivalence.lanes': (1, 2), 'equivalence.width': 32}
 
 
