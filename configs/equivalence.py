@@ -4,8 +4,9 @@
     python -m experiments.equivalence --config=configs/equivalence.py:opd,runs/quickstart-42/final
 
 The argument is the objective and, behind a comma, the teacher of `opd` (by default what `make quickstart` leaves).  Real
-trajectories of SmolLM2-135M on the shell tasks are recorded once.  Needs 10 GB of free memory and as many of disk for a while.  Expect in float32 a relative error of the first direction
-below 1e-6, a parameter gap below 6e-5 after ten updates, and equal bits for every order and number of lanes with exact sums.
+trajectories of SmolLM2-135M on the shell tasks are recorded once.  Needs 10 GB of free memory, and 6 GB of disk for a while.
+The paper's figures on 27 B parameters, printed beside ours: relative error of the first float32 direction 5.1e-7 (OPD 1.1e-6),
+parameter gap below 6e-5 after ten updates.  With exact sums every order and number of lanes gives equal bits.
 """
 
 from ml_collections import config_dict
