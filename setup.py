@@ -12,6 +12,7 @@ LEARNER = [
     'huggingface-hub>=0.30,<3',
     'jax>=0.10.0,<0.11',
     'jinja2>=3.1,<4',
+    'matplotlib>=3.9,<4',
     'ml-collections>=1.0,<2',
     'ml-dtypes>=0.5,<0.7',
     'numpy>=2.0,<3',
@@ -22,6 +23,9 @@ LEARNER = [
 ]
 TEST = [
     'hypothesis>=6.100,<7',
+    'ipykernel>=7,<8',
+    'nbclient>=0.10,<0.12',
+    'nbformat>=5.10,<6',
     'psutil>=6,<8',
     'pytest>=8.3,<10',
     'pytest-timeout>=2.3,<3',

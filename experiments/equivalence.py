@@ -1,174 +1,124 @@
-"""Checks that streamed updates are the batch-synchronous update, on a tiny model and on the real student.
+"""Checks that streamed updates are the batch-synchronous update.
 
     python -m experiments.equivalence --config=configs/smoke.py
+    python -m experiments.equivalence --config=configs/equivalence.py:grpo
 
-Real trajectories of the untrained student are recorded first (and kept in --recording for the next time).  Groups whose
-rewards are all equal have no direction; among the recorded ones, groups with a reward difference are compared.
+Real trajectories of the student are recorded first (and kept in --recording for the next time).  A config like
+`configs/smoke.py` compares one update with whole sequences (`whole_sequences`).  One with a section `equivalence` replays
+consecutive batches as Appendix G of ThunderSyncRL does: first directions and parameter gaps of every granularity against
+Sync, in float32 and bfloat16 (`update_errors`), equal bits with exact sums (`equal_bits`), and Figure 11.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 
 from absl import flags
 import jax
-import jax.numpy as jnp
 from ml_collections import config_flags
-import numpy as np
 
-from experiments import cli, learner, offline, recording, reference, wiring
-from ts_jax import types
-from ts_jax.models import llama
-from ts_jax.models.config import ModelConfig
-from ts_jax.objectives import policy_gradient
-from ts_jax.streaming import barrier, forward_trajectories, lane as lane_lib, scheduler, sources
-from ts_jax.streaming.buckets import Buckets
+from experiments import cli, equal_bits, equivalence_figure, replayed_updates, update_errors, whole_sequences, wiring
 from ts_jax.telemetry import progress as progress_lib
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Model, tasks and batch sizes; see configs/.', lock_config=True)
-_RECORDING = flags.DEFINE_string('recording', 'runs/recording', 'Folder of the recorded batches.')
-_GROUPS = flags.DEFINE_integer('groups', 3, 'Recorded groups with a reward difference to compare.')
-_ORDERS = flags.DEFINE_integer('orders', 20, 'Random arrival orders whose parameters must have equal bits.')
+_RECORDING = flags.DEFINE_string('recording', None, 'Folder of the recorded batches; default: runs/recording, or behind a config with a '
+                                 'section `equivalence` a folder of its objective.')
+_GROUPS = flags.DEFINE_integer('groups', 3, 'Recorded groups with a reward difference to compare with whole sequences.')
+_ORDERS = flags.DEFINE_integer('orders', None, 'Random arrival orders whose parameters must have equal bits; default: 20, or '
+                               'config.equivalence.orders.', lower_bound=1)
+_FIGURE = flags.DEFINE_string('figure', 'runs/equivalence', 'Path and beginning of the names of the figure and its data.')
 flags.mark_flags_as_required(['config'])
 
-_MAX_RECORDED = 12
-_KEPT_CAP = 4
-_EXACT_CAP = 2  # exact statistics take 16 bytes a parameter and group
-_TINY = ModelConfig(vocab_size=67, width=24, ffn_width=40, layers=3, heads=4, kv_heads=2, head_dim=6)
+# Appendix G, B200: relative error and 1 - cosine of g_0 in float32, relative error in bfloat16 of Sync and ThunderSyncRL.
+_PAPER = {'grpo': (5.1e-7, 1.3e-13, 0.0077, 0.0096), 'opd': (1.1e-6, 6.3e-13, 0.042, 0.012)}
+_PAPER_GAP = 6e-5  # after ten updates
 
 
-def float64_error() -> float:
-  """Largest relative error of sync and thundersync over random batches of a tiny model in float64."""
-  worst = 0.0
-  with jax.enable_x64(True):
-    params = jax.tree.map(lambda x: x.astype(jnp.float64), llama.init_params(_TINY, jax.random.PRNGKey(0), scale=0.3))
-    for seed in range(4):
-      batch = offline.random_batch(np.random.default_rng(seed))
-      expected = reference.grpo_direction(_TINY, params, batch)
-      for policy in (scheduler.Policy(granularity='batch', pack_rows=(2, 1)), scheduler.Policy(admission_cap=2)):
-        lane = lane_lib.Lane(0, sources.SourceFunctions(_TINY, dtype='float64'), Buckets((24,)), accumulator='float32',
-                             reward_centre=0.75)
-        got, _ = offline.batch_direction(batch, params, [lane], policy, 'float32', order_seed=seed)
-        worst = max(worst, offline.relative_error(got, expected))
-  return worst
+def replayed_equivalence(config, recording: pathlib.Path) -> None:
+  """Appendix G: prints the figures beside the paper's, draws Figure 11; the last line is one JSON object."""
+  student, settings = wiring.load_student(config), config.equivalence
+  batches = replayed_updates.recorded_batches(config, recording, config.updates)
+  trajectories = [t for b in batches for t in b.trajectories]
+  print(f'{len(batches)} batches, {len(trajectories)} trajectories, {sum(t.scored_tokens for t in trajectories)} scored tokens; '
+        f'objective {config.objective.name}')
+  with progress_lib.Progress(update_errors.count(batches), 'replay in float32 and bfloat16', 'updates') as progress:
+    errors = update_errors.measure(config, student, batches, recording, progress.advance)
+  bits = _equal_bits(config, student, batches, _ORDERS.value or settings.orders)
+  figures = _figures(errors, bits)
+  _print(config, errors, bits, figures)
+  for path in equivalence_figure.save(pathlib.Path(_FIGURE.value), config.objective.name, config.schedule.granularity, errors):
+    print(f'figure: {path}')
+  print(json.dumps(figures))
 
 
-def recorded_batch(config, folder: pathlib.Path, groups: int) -> types.LogicalBatch:
-  """A batch of `groups` recorded groups with a reward difference (their indices renumbered).
-
-  Raises:
-    TsJaxError: too few of them within the number of batches worth recording.
-  """
-  found = []
-  for updates in range(1, _MAX_RECORDED + 1):
-    run = recording.record(config, folder, updates)
-    found += [g for g in recording.batch(run, updates - 1).groups if not policy_gradient.is_uniform([t.reward for t in g.trajectories])]
-    if len(found) >= groups:
-      break
-  else:
-    raise types.TsJaxError(f'{_MAX_RECORDED} recorded batches hold {len(found)} groups with a reward difference, fewer than '
-                           f'--groups={groups}: use easier tasks or larger groups')
-
-  def renumbered(index: int, group: types.Group) -> types.Group:
-    members = tuple(types.Trajectory.from_json({**t.to_json(), 'update': 0, 'group': index}) for t in group.trajectories)
-    return types.Group(index, group.task_id, group.prompt_ids, members)
-
-  return types.LogicalBatch(0, 0, tuple(renumbered(i, g) for i, g in enumerate(found[:groups])))
+def _equal_bits(config, student: wiring.Student, batches, orders: int) -> dict[str, dict[str, equal_bits.EqualBits]]:
+  """By model: 'small' is random and repeats often, 'student' is the real one."""
+  settings, lanes = config.equivalence, tuple(config.equivalence.lanes)
+  small = replayed_updates.small_student(student, settings.layers, settings.width)
+  some = batches[:settings.student_updates]
+  updates = equal_bits.count(len(batches), orders, lanes, settings.lane_orders)
+  with progress_lib.Progress(updates, 'exact sums, small student', 'updates') as progress:
+    found = {'small': equal_bits.compare(config, small, batches, orders, lanes, settings.lane_orders, progress.advance)}
+  with progress_lib.Progress(equal_bits.count(len(some), settings.student_orders), 'exact sums, student', 'updates') as progress:
+    found['student'] = equal_bits.compare(config, student, some, settings.student_orders, advance=progress.advance)
+  return found
 
 
-def whole_sequence_direction(functions: sources.SourceFunctions, params, batch: types.LogicalBatch, objective):
-  """Ascent direction by the student's own layers over whole sequences, one by one: nothing shared, split, streamed or scheduled."""
-  total = jax.tree.map(lambda x: np.zeros(x.shape), params)
-  for group in batch.groups:
-    coefficients = objective.source_coefficients([t.reward for t in group.trajectories])
-    for trajectory, coefficient in zip(group.trajectories, coefficients):
-      tokens = np.asarray(trajectory.prompt_ids + trajectory.completion_ids, np.int32)
-      at = np.flatnonzero((False,) * len(trajectory.prompt_ids) + trajectory.completion_mask)
-      if not len(at):
-        continue
-      inputs = np.pad(tokens[:-1], (0, -(len(tokens) - 1) % reference.BLOCK))
-      weights = np.full((1, len(at)), objective.token_weight(len(batch.groups), len(group.trajectories), len(at)))
-      whole = sources.SourceBatch(inputs[None], (at - 1)[None], tokens[at][None], weights)
-      result = functions.source_gradient(params, llama.empty_boundary(functions.config), whole)
-      reference.add_to(total, result.gradient, coefficient)
-  return total
+def _figures(errors: update_errors.Errors, bits: dict[str, dict[str, equal_bits.EqualBits]]) -> dict:
+  """What the JSON line says; the largest over granularities, or the least where equal ones are counted."""
+  small = bits['small'].values()
+  streamed = {k: v for k, v in errors.bfloat16.items() if k != 'batch'}
+  return {
+      'float32_relative_error': max(errors.float32.values()), 'one_minus_cosine': max(errors.cosine.values()),
+      'parameter_gap': max(gaps[-1] for gaps in errors.gap.values()),
+      'bf16_error_sync': errors.bfloat16['batch'], 'bf16_error_streamed': max(streamed.values()),
+      'bit_equal_orders': min(s.equal for s in small),
+      'bit_equal_lanes': sorted(set.intersection(*(set(s.equal_lanes) for s in small))),
+      'by_granularity': {
+          'float32_relative_error': errors.float32, 'one_minus_cosine': errors.cosine, 'parameter_gap': errors.gap,
+          'bf16_error': errors.bfloat16},
+      'bf16_parameter_gap': errors.bfloat16_gap, 'precision_parameter_gap': errors.precision_gap,
+      'bits': {model: {g: {**vars(s), 'equal_lanes': s.equal_lanes} for g, s in found.items()} for model, found in bits.items()},
+  }
 
 
-def student_errors(config, student: wiring.Student, batch: types.LogicalBatch) -> dict[str, float]:
-  """Float32 streamed direction against float32 full sequences; the larger figure of sync and thundersync.
-
-  Returns:
-    'whole': relative error against the student's layers on whole sequences; 'independent': against code that shares
-    nothing with the student's, whose other order of operations has float32 rounding of its own; 'cosine': 1 - cosine
-    against 'independent'; 'forward': as 'whole', for thundersync with turns run forward on arrival, whose backward pass from
-    kept values is compiled differently.
-  """
-  params, objective, functions = student.params(), learner.objective(config), learner.functions(config, student)
-  longest = max(len(t.completion_ids) for t in batch.trajectories)
-  policy = scheduler.Policy(admission_cap=config.schedule.admission_cap, objective=objective, kept_cap=_KEPT_CAP)
-  policies = [dataclasses.replace(policy, granularity='batch'), policy, dataclasses.replace(policy, granularity='forward')]
-  buckets, shared = learner.buckets(config), lane_lib.shared_prefix([g.prompt_ids for g in batch.groups])
-  whole = offline.flat(whole_sequence_direction(functions, params, batch, objective))
-  independent = offline.flat(reference.grpo_direction(student.config, params, batch, objective.epsilon))
-  worst = {'whole': 0.0, 'independent': 0.0, 'cosine': 0.0, 'forward': 0.0}
-  for policy in policies:
-    trajectories = forward_trajectories.ForwardTrajectories(functions, buckets, longest) if policy.by_turns else None
-    lane = learner.lane(config, student, trajectories, shared)
-    got = offline.flat(offline.batch_direction(batch, params, [lane], policy, 'float32')[0])
-    # 1 - cos from the difference of unit vectors: 1 - dot would cancel to the rounding of the dot product.
-    cosine = 0.5 * float(np.sum((got / np.linalg.norm(got) - independent / np.linalg.norm(independent))**2))
-    error = float(np.linalg.norm(got - whole) / np.linalg.norm(whole))
-    if policy.by_turns:
-      figures = {'forward': error}
-    else:
-      figures = {'whole': error, 'cosine': cosine, 'independent': float(np.linalg.norm(got - independent) / np.linalg.norm(independent))}
-    worst |= {k: max(worst[k], v) for k, v in figures.items()}
-  return worst
-
-
-def equal_bits(config, student: wiring.Student, batch: types.LogicalBatch, orders: int) -> tuple[bool, int]:
-  """With the exact accumulator: (sync and thundersync give the same parameter bits, number of orders that do too)."""
-  optimizer = learner.optimizer(config)
-  lane = lane_lib.Lane(0, learner.functions(config, student), learner.buckets(config), accumulator='exact',
-                       reward_centre=config.objective.reward_centre, objective=learner.objective(config),
-                       shared_prefix=lane_lib.shared_prefix([g.prompt_ids for g in batch.groups]))
-
-  def new_parameters(streaming: bool, order: int) -> bytes:
-    state = barrier.init(optimizer, student.params())
-    policy = scheduler.Policy(granularity='trajectory' if streaming else 'batch', direct=False, admission_cap=_EXACT_CAP,
-                              objective=learner.objective(config))
-    direction, _ = offline.batch_direction(batch, state.params, [lane], policy, 'exact', order_seed=order)
-    state, _ = barrier.apply(optimizer, state, direction)
-    return offline.bits(state.params)
-
-  with progress_lib.Progress(orders + 1, 'exact updates', 'updates') as progress:
-    sync = new_parameters(False, 0)
-    progress.advance()
-    equal = []
-    for order in range(orders):
-      equal.append(new_parameters(True, order) == sync)
-      progress.advance()
-  return equal[0], sum(equal)
+def _print(config, errors: update_errors.Errors, bits, figures: dict) -> None:
+  paper = _PAPER.get(config.objective.name, (float('nan'),) * 4)
+  beside = lambda value, form='.2g': f'paper {value:{form}}' if value == value else 'not in the paper'
+  print('\nFirst direction g_0 before clipping, and parameter gap after the last update (Equation 30), against Sync\n')
+  print(f'{"":12}{"float32 error":>15}{"1 - cosine":>12}{"gap":>10}{"bfloat16 error":>16}')
+  print(f'{"Sync":12}{"":15}{"":12}{"":10}{errors.bfloat16["batch"]:16.2%}')
+  for granularity, error in errors.float32.items():
+    print(f'{granularity:12}{error:15.1e}{errors.cosine[granularity]:12.1e}{errors.gap[granularity][-1]:10.1e}{errors.bfloat16[granularity]:16.2%}')
+  print(f'\nlargest: float32 {figures["float32_relative_error"]:.2e} ({beside(paper[0])}), 1 - cosine {figures["one_minus_cosine"]:.1e} '
+        f'({beside(paper[1])}), gap {figures["parameter_gap"]:.1e} (paper: below {_PAPER_GAP:.0e} over ten updates)')
+  print(f'bfloat16 against float32 Sync: Sync {figures["bf16_error_sync"]:.2%} ({beside(paper[2], ".2%")}), streamed '
+        f'{figures["bf16_error_streamed"]:.2%} ({beside(paper[3], ".2%")}); Sync\'s parameters between precisions '
+        f'{errors.precision_gap[-1]:.1e}, between schedules in bfloat16 {errors.bfloat16_gap[-1]:.1e}\n')
+  settings = config.equivalence
+  names = {'small': f'random student of {settings.layers} layers, width {settings.width}, with the vocabulary of {config.model.source}',
+           'student': config.model.source}
+  for model, found in bits.items():
+    print(f'equal bits with exact sums, {names[model]}:')
+    for granularity, s in found.items():
+      lanes = ''.join(f', {equal} of {s.lane_orders} on {n} lanes' for n, equal in s.lanes.items())
+      print(f'  {granularity:11} {s.equal} of {s.orders} orders of {s.updates} updates on 1 lane{lanes}'
+            f'{"; the bits of Sync" if s.like_sync and granularity != "batch" else ""}')
 
 
 def main() -> None:
   config = _CONFIG.value
+  replayed = 'equivalence' in config
+  if replayed:  # before JAX starts
+    jax.config.update('jax_num_cpu_devices', max(config.equivalence.lanes))
   wiring.compile_cache()
-  tiny = float64_error()
-  student = wiring.load_student(config)
-  batch = recorded_batch(config, pathlib.Path(_RECORDING.value).resolve(), _GROUPS.value)
-  errors = student_errors(config, student, batch)
-  schedules, orders = equal_bits(config, student, batch, _ORDERS.value)
-  print(f'tiny model, float64, independent code: relative error {tiny:.1e}')
-  print(f'student, float32, {len(batch.trajectories)} recorded trajectories: relative error {errors["whole"]:.1e} against whole '
-        f'sequences through the same layers ({errors["forward"]:.1e} with turns run forward on arrival), {errors["independent"]:.1e} against '
-        f'independent code; 1 - cosine {errors["cosine"]:.1e}')
-  print(f'student, exact accumulator: equal bits for sync and thundersync: {schedules}; for {orders} of {_ORDERS.value} arrival orders')
-  print(json.dumps({'float64_relative_error': tiny, 'float32_relative_error': errors['independent'],
-                    'float32_whole_sequence_error': errors['whole'], 'float32_forward_error': errors['forward'],
-                    'one_minus_cosine': errors['cosine'], 'bit_equal_schedules': schedules, 'bit_equal_orders': orders}))
+  folder = f'runs/equivalence-{config.objective.name}-recording' if replayed else 'runs/recording'
+  recording = pathlib.Path(_RECORDING.value or folder).resolve()
+  if replayed:
+    replayed_equivalence(config, recording)
+  else:
+    whole_sequences.report(config, recording, _GROUPS.value, _ORDERS.value or 20)
 
 
 if __name__ == '__main__':

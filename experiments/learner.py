@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Iterable, Sequence
 
+import jax
 import jax.numpy as jnp
 
 from experiments import wiring
@@ -95,11 +96,11 @@ def open_trajectories(config, student: wiring.Student, max_tokens: int) -> open_
 
 
 def lane(config, student: wiring.Student, trajectories: open_trajectories_lib.OpenTrajectories | None = None,
-                 shared: Sequence[int] = ()) -> lane_lib.Lane:
-  """The learner lane; `shared`: what all prompts begin with."""
-  return lane_lib.Lane(0, functions(config, student), buckets(config),
+         shared: Sequence[int] = (), index: int = 0, device: jax.Device | None = None) -> lane_lib.Lane:
+  """A learner lane; `shared`: what all prompts begin with; `device`: where it computes, None for where the parameters are."""
+  return lane_lib.Lane(index, functions(config, student), buckets(config),
                        accumulator=config.schedule.accumulator, reward_centre=config.objective.reward_centre,
-                       objective=objective(config), trajectories=trajectories, shared_prefix=shared)
+                       objective=objective(config), trajectories=trajectories, shared_prefix=shared, device=device)
 
 
 def policy(config) -> scheduler.Policy:

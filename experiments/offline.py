@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from ts_jax import types
+from ts_jax.rollout import replay as replay_lib
 from ts_jax.streaming import barrier, lane as lane_lib, scheduler, update as update_lib
 
 
@@ -40,6 +41,38 @@ def _with_scores(t: types.Trajectory, fixed: Sequence[types.TurnFixed], rng: np.
       at = rng.integers(events.index(event) + 1, len(events) + 1)
       events.insert(at, types.TurnScored(t.update, t.group, t.index, turn.index, log_probs, scorer))
   return events
+
+
+def recorded_arrival(batch: types.LogicalBatch) -> list[types.RolloutEvent]:
+  """The events of a recorded batch in the order of their recorded times; a turn's scores come with the turn."""
+  events: list[types.RolloutEvent] = []
+  for moment in replay_lib.schedule(batch.trajectories, 1.0):
+    t = moment.trajectory
+    if moment.kind == 1:
+      events.append(types.ContentFixed(t))
+    elif moment.kind == 2:
+      events.append(types.RewardFixed(t))
+    else:
+      turn = t.turns[moment.turn]
+      events.append(types.TurnFixed(*t.key, dataclasses.replace(turn, teacher_log_probs=None)))
+      if turn.teacher_log_probs is not None:
+        events.append(types.TurnScored(*t.key, turn.index, turn.teacher_log_probs))
+  return events
+
+
+class OneByOne:
+  """An event stream that shows the learner one more event after each piece of work."""
+
+  def __init__(self, events: Sequence[types.RolloutEvent]):
+    self._events, self._shown = list(events), False
+
+  def get(self, block: bool = True, timeout: float | None = None) -> types.RolloutEvent:
+    """As `queue.Queue.get`."""
+    del timeout
+    self._shown = block or not self._shown
+    if not self._events or not self._shown:
+      raise queue.Empty
+    return self._events.pop(0)
 
 
 class RandomlyLate:
@@ -72,7 +105,12 @@ def batch_direction(batch: types.LogicalBatch, params, lanes: Sequence[lane_lib.
     (direction, UpdateResult).
   """
   rng = np.random.default_rng(order_seed)
-  events = RandomlyLate(shuffled_arrival(batch, rng), rng)
+  return direction_of(batch, RandomlyLate(shuffled_arrival(batch, rng), rng), params, lanes, policy, accumulator)
+
+
+def direction_of(batch: types.LogicalBatch, events: update_lib.EventStream, params, lanes: Sequence[lane_lib.Lane], policy: scheduler.Policy,
+                 accumulator: str):
+  """As `batch_direction`, with the batch's events as they come."""
   result = update_lib.run_update(batch.update, batch.policy_version, params, plans(batch), events, lanes, policy)
   return barrier.reduce_lanes(accumulator, result.sums, result.normaliser), result
 

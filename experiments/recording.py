@@ -14,11 +14,11 @@ from ts_jax.telemetry import progress as progress_lib, rundir
 
 
 # What sampling does not depend on: experiments compare these on one recording.
-_LEARNER = ('schedule', 'objective', 'learner', 'optimizer')
+_LEARNER = ('schedule', 'objective', 'learner', 'optimizer', 'equivalence')
 
 
 def _learner_settings(config) -> list[str]:
-  return [f'{part}.{key}' for part in _LEARNER for key in config[part]]
+  return [f'{part}.{key}' for part in _LEARNER if part in config for key in config[part]]
 
 
 def record(config, folder: pathlib.Path, updates: int, engine_cores: Sequence[int] | None = None) -> rundir.RunDirectory:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
+import matplotlib.contour
+import matplotlib.figure
 import numpy as np
 import pytest
 
@@ -43,9 +45,13 @@ def test_a_bad_flag_is_one_line(flag, told, tmp_path):
   assert result.returncode != 0 and told in result.stderr + result.stdout and 'Traceback' not in result.stderr
 
 
-def test_contour_follows_its_level():
-  x, y = np.meshgrid(np.arange(9), np.arange(7))
-  segments = np.array(list(heatmap.contour(x + 0.5 * y, 4.2))).reshape(-1, 2)
-  np.testing.assert_allclose(segments @ [1, 0.5], 4.2)
-  assert segments[:, 1].min() == 0 and segments[:, 1].max() == 6
-  assert not list(heatmap.contour(x * 1.0, 20.0))
+def test_contours_follow_their_levels_inside_the_panel():
+  x, y = heatmap.Axis('x', np.geomspace(1, 100, 9), (1, 10, 100)), heatmap.Axis('y', np.geomspace(1, 10, 7), (1, 10))
+  values = np.log10(x.grid) + 0.5 * np.log10(y.grid)[:, None]
+  place = matplotlib.figure.Figure().subplots()
+  heatmap._heatmap(place, heatmap.Heatmap('h', x, y, values), 0.0, 3.0, (1.3, 20.0))
+  lines, = (c for c in place.collections if isinstance(c, matplotlib.contour.ContourSet))
+  assert list(lines.levels) == [1.3]
+  points = np.log10(np.concatenate([path.vertices for path in lines.get_paths()]))
+  np.testing.assert_allclose(points @ [1, 0.5], 1.3, atol=0.02)  # straight lines between grid points
+  assert points[:, 1].min() == 0 and abs(points[:, 1].max() - 1) < 1e-9
