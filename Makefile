@@ -3,17 +3,18 @@
 PYTHON ?= python3
 SEED ?= 42
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: quickstart test venv venv-test sandbox clean
+.PHONY: quickstart test venv venv-test vllm sandbox clean
 
 ## Installs what is missing, then trains SmolLM2-135M on shell tasks for a few minutes and writes a report.
 quickstart: venv sandbox
 	$(BIN)/python -m experiments.train --config=configs/quickstart.py --config.seed=$(SEED) --workdir=runs/quickstart-$(SEED)
 
-## Runs every test; the parity tests use an environment of their own with PyTorch and transformers.
-test: venv venv-test sandbox
+## Runs every test; the parity tests use an environment of their own with PyTorch and transformers, those of vLLM another.
+test: venv venv-test vllm sandbox
 	$(BIN)/python -m pytest -q tests
 
 ## The learner's environment: no PyTorch.
@@ -33,6 +34,10 @@ venv-test: .venv-test/.done
 	.venv-test/bin/pip install --quiet 'torch==2.13.0' 'transformers>=5.20,<6' safetensors numpy jinja2
 	touch $@
 
+## The vLLM server's own environment, for a CPU or for CUDA as the machine is.
+vllm: venv
+	$(BIN)/python -c "from ts_jax.rollout.vllm import environment; environment.ensure('$(VLLM)')"
+
 ## bubblewrap, which confines the agent's shell.
 sandbox:
 	@command -v bwrap >/dev/null || { \
@@ -41,4 +46,4 @@ sandbox:
 	  else echo 'Please install bubblewrap with your package manager.' >&2; exit 1; fi; }
 
 clean:
-	rm -rf $(VENV) .venv-test .venv-vllm runs
+	rm -rf $(VENV) .venv-test $(VLLM) runs

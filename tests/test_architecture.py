@@ -40,10 +40,15 @@ def test_a_layer_imports_only_what_lies_below_it(path):
     assert imported(path) <= BELOW[layer] | {layer}
 
 
-LIBRARY = [p for p in sorted((ROOT / 'ts_jax').rglob('*.py')) if p.name != 'server.py']  # the engine server is a program
+# The engine server is a program, and the extension a part of vLLM's.
+LIBRARY = [p for p in sorted((ROOT / 'ts_jax').rglob('*.py')) if p.name not in ('server.py', 'extension.py')]
 
 
 @pytest.mark.parametrize('path', LIBRARY, ids=lambda p: str(p.relative_to(ROOT)))
 def test_library_code_reads_no_flags_and_knows_no_experiment(path):
   text = path.read_text()
   assert 'flags.FLAGS' not in text and 'from experiments' not in text and 'import torch' not in text
+
+
+def test_what_runs_inside_vllm_needs_nothing_of_ours():
+  assert not imported(ROOT / 'ts_jax/rollout/vllm/extension.py') and not imported(ROOT / 'ts_jax/rollout/vllm/guardian.py')
