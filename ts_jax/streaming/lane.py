@@ -179,6 +179,7 @@ class Lane:
       return spans
     with _Timed(self, spans, 'reduce', -1):
       late.check('batch statistics')
+      late = late.place(jax.tree.leaves(self._params)[0])
       self._batch = jax.block_until_ready(late.reduce(self._total(), self._objective, rewards))
     return spans
 
