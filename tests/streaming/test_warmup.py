@@ -35,7 +35,7 @@ def test_shapes_cover_half_and_whole_scored_positions():
 GRPO, OPD, ENTROPY = policy_gradient.PolicyGradient(), distillation.Distillation(), policy_gradient.PolicyGradient(terms=Terms(entropy=0.1))
 
 
-@pytest.mark.parametrize('granularity, objective', [*((g, o) for o in (GRPO, OPD) for g in ('turn', 'forward')), ('turn', ENTROPY)])
+@pytest.mark.parametrize('granularity, objective', [*((g, o) for o in (GRPO, OPD) for g in ('turn', 'forward')), ('forward', ENTROPY)])
 def test_no_compilation_after_warm_up_when_turns_are_worked_on(granularity, objective):
   buckets, params, teacher = buckets_lib.Buckets((24,)), cases.tiny_params('float32'), objective.needs_teacher
   policy = scheduler.Policy(granularity, admission_cap=2, kept_cap=3, objective=objective)
