@@ -20,11 +20,15 @@ from ts_jax.models.config import ModelConfig
 Array = jax.Array
 Params = dict[str, Any]
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+State = tuple[Array, Array]  # keys and values, or adjoints of them
 
 
 @flax.struct.dataclass
 class Boundary:
   """What a segment leaves to its children.
+
+  Above `models/` only `state` (a pytree that gradients are taken of, and whose adjoints have its structure), `room` and `length`
+  are known of it.
 
   Attributes:
     keys, values: [layers, P, kv_heads, head_dim], rotated; only the first `length` positions are real.
@@ -34,6 +38,25 @@ class Boundary:
   keys: Array
   values: Array
   length: Array
+
+  @property
+  def state(self) -> State:
+    """The arrays that children read."""
+    return self.keys, self.values
+
+  def with_state(self, state: State) -> 'Boundary':
+    """The same with other arrays."""
+    return self.replace(keys=state[0], values=state[1])
+
+  @property
+  def room(self) -> int:
+    """P, positions there is room for: what compiled shapes depend on."""
+    return self.keys.shape[1]
+
+  @property
+  def dtype(self):
+    """Of the state."""
+    return self.keys.dtype
 
 
 class RMSNorm(nn.Module):
@@ -204,6 +227,45 @@ def extend(boundary: Boundary, own: tuple[Array, Array], length: Array, capacity
     return jax.lax.dynamic_update_slice_in_dim(padded, new[:, 0].astype(past.dtype), boundary.length, axis=1)[:, :capacity]
 
   return Boundary(append(boundary.keys, own[0]), append(boundary.values, own[1]), boundary.length + length)
+
+
+def resize(state: State, room: int) -> State:
+  """A state, or an adjoint of one, cut or padded to `room` positions."""
+  def fit(x):
+    return jnp.pad(x[:, :room], ((0, 0), (0, max(0, room - x.shape[1])), (0, 0), (0, 0)))
+
+  return jax.tree.map(fit, state)
+
+
+def own_adjoint(adjoint: State, boundary: Boundary, own: State) -> State:
+  """What children want of the tokens of a segment.
+
+  Args:
+    adjoint: of the segment's boundary state, each [layers, C, kv_heads, head_dim].
+    boundary: its parent's.
+    own: (keys, values) of its tokens, each [layers, 1, T, kv_heads, head_dim].
+
+  Returns:
+    The rows behind the parent's, as far as they go, shaped like `own`.
+  """
+  def mine(a, p):
+    width = p.shape[2]
+    behind = jnp.pad(a, ((0, 0), (0, width), (0, 0), (0, 0)))
+    return jax.lax.dynamic_slice_in_dim(behind, boundary.length, width, axis=1)[:, None].astype(p.dtype)
+
+  return jax.tree.map(mine, adjoint, own)
+
+
+def parent_adjoint(parent: State, adjoint: State, boundary: Boundary) -> State:
+  """The adjoint of a parent's boundary state: a segment's own (`parent`), and what the segment's children want of it (`adjoint`)."""
+  past = boundary.room
+  above = (jnp.arange(past) < boundary.length)[:, None, None]
+
+  def theirs(a, more):
+    reach = min(past, a.shape[1])
+    return more.astype(a.dtype).at[:, :reach].add(jnp.where(above[:reach], a[:, :reach], 0))
+
+  return jax.tree.map(theirs, adjoint, parent)
 
 
 def init_params(config: ModelConfig, key: Array, dtype=jnp.float32, scale: float = 0.02) -> Params:

@@ -64,7 +64,7 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
     for start in range(first, len(inputs), self._piece):
       piece = inputs[start:min(start + self._piece, len(inputs))]
       behind = int(prompt.length) + start
-      past = next(n for n in self._pasts(prompt, state.kept.memory.keys.shape[1]) if n >= behind)
+      past = next(n for n in self._pasts(prompt, state.kept.memory.room) if n >= behind)
       tokens = sources_lib.padded(piece, self._buckets)
       settings = self._functions, params, state.kept, tokens, np.int32(len(piece)), past, self._keep
       if state.host is None:
@@ -96,7 +96,7 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
 
   def warm_up(self, params, prompt):
     for length in self._buckets.up_to(self._piece):
-      for past in self._pasts(prompt, prompt.keys.shape[1] + self._room):
+      for past in self._pasts(prompt, prompt.room + self._room):
         run = lambda function, keep: function(self._functions, params, staged.begin(self._functions, prompt, self._room, keep),
                                               np.zeros((1, length), np.int32), np.int32(length), past, self._keep)
         run(staged.turn_forward, self._keep)
@@ -134,7 +134,7 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
 
   def _host_values(self, prompt: llama.Boundary) -> dict[str, np.ndarray]:
     shapes = staged_model.value_shapes(self._functions.config, self._room, self._keep)
-    return {name: np.zeros(shape, prompt.keys.dtype) for name, shape in shapes.items()}
+    return {name: np.zeros(shape, prompt.dtype) for name, shape in shapes.items()}
 
   def _scored_row(self, positions: np.ndarray, data: sources_lib.SourceData, length: int, weight: float, count: float):
     """Padded (positions, targets, weights, scores) of the output head; padded positions point behind what is kept."""

@@ -182,6 +182,7 @@ class Lane:
       return spans
     with _Timed(self, spans, 'reduce', -1):
       late.check('batch statistics')
+      late = late.place(jax.tree.leaves(self._params)[0])
       self._batch = jax.block_until_ready(late.reduce(self._total(), self._objective, rewards))
     return spans
 
@@ -313,7 +314,7 @@ class Lane:
       self._trajectories.drop(work.group)
     adjoint = self._reduce(work, state, spans)
     if state.direct_adjoint is not None:
-      direct = fold.value(self._kind, state.direct_adjoint, state.boundary.keys.dtype)
+      direct = fold.value(self._kind, state.direct_adjoint, state.boundary.dtype)
       adjoint = direct if adjoint is None else jax.tree.map(jnp.add, adjoint, direct)
     if adjoint is None:
       return
@@ -324,13 +325,13 @@ class Lane:
       if self._shares(work.group):
         self._root_adjoint = jax.block_until_ready(_begin_or_fold(self._kind, self._root_adjoint, above))
 
-  def _reduce(self, work: scheduler.CloseGroup, state: _Group, spans: list[types.Span]) -> tuple[jax.Array, jax.Array] | None:
+  def _reduce(self, work: scheduler.CloseGroup, state: _Group, spans: list[types.Span]) -> llama.State | None:
     """Reduces a group's statistics, which are gone then; returns what they want of the prompt, or None."""
     late = self._statistics.pop(work.group)
     if late is None or self._objective.is_zero(work.rewards):
       return None
     with _Timed(self, spans, 'reduce', work.group):
-      dtype = state.boundary.keys.dtype
+      dtype = state.boundary.dtype
       self._batch, adjoint = jax.block_until_ready(self._statistics.close(work.group, late, self._total(), work.rewards, dtype))
     return adjoint
 

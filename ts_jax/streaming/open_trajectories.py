@@ -176,7 +176,7 @@ class OpenTrajectories(abc.ABC):
 
   def _pasts(self, prompt: llama.Boundary, capacity: int) -> list[int]:
     """Numbers of positions that turns look back on, ascending; compiled shapes."""
-    least = prompt.keys.shape[1]
+    least = prompt.room
     return [least, *(n for n in self._buckets.lengths if least < n < capacity), capacity]
 
   def _scored_shapes(self) -> Iterable[tuple[int, int]]:

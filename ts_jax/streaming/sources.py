@@ -2,7 +2,7 @@
 
 `segment_forward` extends the parent's boundary state, once for all children.  A segment with scored tokens has
 `source_gradient` (or `turn_gradient`, which extends the boundary state too): parameter gradients and the adjoint of the
-parent's boundary state.  What children add to a segment's own keys and values runs through its backward pass once, after
+parent's boundary state.  What children want of a segment's own boundary state runs through its backward pass once, after
 the last child (`segment_gradient`), and so on up to the root.
 
 The prompt's last token opens each trajectory's segment, because its hidden state predicts the first sampled token.
@@ -60,12 +60,12 @@ class SourceResult(NamedTuple):
 
   Attributes:
     gradient: parameter pytree, H.
-    adjoint: (d keys, d values) of the parent's boundary state, each [layers, P, kv_heads, head_dim].
+    adjoint: of the parent's boundary state, in at least float32.
     log_probs: [B, S].
   """
 
   gradient: Any
-  adjoint: tuple[Array, Array]
+  adjoint: llama.State
   log_probs: Array
 
 
@@ -206,14 +206,14 @@ class SourceFunctions:
     """Boundary state after a segment [1, T], of which `length` tokens are real, behind `boundary`, with `capacity` positions."""
     return _segment_forward(self, params, boundary, tokens, length, capacity)
 
-  def segment_gradient(self, params, boundary: llama.Boundary, tokens: Array, adjoint: tuple[Array, Array]):
-    """Backward pass of a segment that scores nothing itself, from what its children want of its keys and values.
+  def segment_gradient(self, params, boundary: llama.Boundary, tokens: Array, adjoint: llama.State):
+    """Backward pass of a segment that scores nothing itself, from what its children want of its boundary state.
 
     Args:
       params: parameters.
       boundary: the parent's boundary state.
       tokens: [1, T].
-      adjoint: (d keys, d values) of the segment's own boundary state, each [layers, C, kv_heads, head_dim].
+      adjoint: of the segment's own boundary state.
 
     Returns:
       (parameter gradient, adjoint of the parent's boundary state: what `adjoint` holds of it, and what this segment adds).
@@ -224,7 +224,7 @@ class SourceFunctions:
     """Gradient of the batch's weighted score with respect to parameters and boundary state (Equations 4 and 8)."""
     return _source_gradient(self, params, boundary, batch)
 
-  def inner_gradient(self, params, boundary: llama.Boundary, batch: SourceBatch, adjoint: tuple[Array, Array]) -> SourceResult:
+  def inner_gradient(self, params, boundary: llama.Boundary, batch: SourceBatch, adjoint: llama.State) -> SourceResult:
     """As `source_gradient` for one row with children behind it, which want `adjoint` of its boundary state (`segment_gradient`)."""
     return _inner_gradient(self, params, boundary, batch, adjoint)
 
@@ -242,35 +242,12 @@ def _segment_forward(self: SourceFunctions, params, boundary, tokens, length, ca
 
 @functools.partial(jax.jit, static_argnums=0)
 def _segment_gradient(self: SourceFunctions, params, boundary, tokens, adjoint):
-  def own(params, memory):
-    state = boundary.replace(keys=memory[0], values=memory[1])
-    return llama.forward(self.config, params, tokens, state, dtype=self.dtype, remat=tokens.shape[1] > self.remat_tokens)[1]
+  def own(params, state):
+    return llama.forward(self.config, params, tokens, boundary.with_state(state), dtype=self.dtype, remat=tokens.shape[1] > self.remat_tokens)[1]
 
-  primal, pullback = jax.vjp(own, params, (boundary.keys, boundary.values))
-  gradient, parent = pullback(_own_part(adjoint, boundary, primal))
-  return gradient, _with_parents_part(parent, adjoint, boundary)
-
-
-def _own_part(adjoint, boundary, own):
-  """What children want of a segment's own keys and values: the rows behind its parent's, as far as they go."""
-  def mine(a, p):
-    width = p.shape[2]
-    room = jnp.pad(a, ((0, 0), (0, width), (0, 0), (0, 0)))
-    return jax.lax.dynamic_slice_in_dim(room, boundary.length, width, axis=1)[:, None].astype(p.dtype)
-
-  return jax.tree.map(mine, adjoint, own)
-
-
-def _with_parents_part(parent, adjoint, boundary):
-  """The segment's adjoint of its parent's boundary state, and what its children want of that."""
-  past = boundary.keys.shape[1]
-  above = (jnp.arange(past) < boundary.length)[:, None, None]
-
-  def theirs(a, more):
-    reach = min(past, a.shape[1])
-    return more.astype(a.dtype).at[:, :reach].add(jnp.where(above[:reach], a[:, :reach], 0))
-
-  return jax.tree.map(theirs, adjoint, parent)
+  primal, pullback = jax.vjp(own, params, boundary.state)
+  gradient, parent = pullback(llama.own_adjoint(adjoint, boundary, primal))
+  return gradient, llama.parent_adjoint(parent, adjoint, boundary)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -286,26 +263,25 @@ def _turn_gradient(self: SourceFunctions, params, boundary, batch, length, capac
 
 @functools.partial(jax.jit, static_argnums=0)
 def _inner_gradient(self: SourceFunctions, params, boundary, batch, adjoint):
-  def run(params, memory):
-    value, (log_probs, own) = _score(self, params, boundary, memory, batch)
+  def run(params, state):
+    value, (log_probs, own) = _score(self, params, boundary.with_state(state), batch)
     return (value, own), log_probs
 
-  (value, own), pullback, log_probs = jax.vjp(run, params, (boundary.keys, boundary.values), has_aux=True)
-  gradient, parent = pullback((jnp.ones_like(value), _own_part(adjoint, boundary, own)))
-  return SourceResult(gradient, _with_parents_part(parent, adjoint, boundary), log_probs.reshape(1, -1))
+  (value, own), pullback, log_probs = jax.vjp(run, params, boundary.state, has_aux=True)
+  gradient, parent = pullback((jnp.ones_like(value), llama.own_adjoint(adjoint, boundary, own)))
+  return SourceResult(gradient, llama.parent_adjoint(parent, adjoint, boundary), log_probs.reshape(1, -1))
 
 
 def _scored_gradient(self: SourceFunctions, params, boundary, batch):
-  score = lambda params, memory: _score(self, params, boundary, memory, batch)
-  grads, (log_probs, own) = jax.grad(score, argnums=(0, 1), has_aux=True)(params, (boundary.keys, boundary.values))
+  score = lambda params, state: _score(self, params, boundary.with_state(state), batch)
+  grads, (log_probs, own) = jax.grad(score, argnums=(0, 1), has_aux=True)(params, boundary.state)
   adjoint = jax.tree.map(lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32)), grads[1])
   return SourceResult(grads[0], adjoint, log_probs.reshape(batch.shape[0], -1)), own
 
 
-def _score(self: SourceFunctions, params, boundary, memory, batch):
-  """(sum of weighted log-probs, (log-probs, the segments' own keys and values)), with `memory` the boundary's keys and values."""
-  state = boundary.replace(keys=memory[0], values=memory[1])
-  hidden, own = llama.forward(self.config, params, batch.tokens, state, dtype=self.dtype, remat=batch.shape[1] > self.remat_tokens)
+def _score(self: SourceFunctions, params, boundary, batch):
+  """(sum of weighted log-probs, (log-probs, what the segments' own tokens add to the boundary state))."""
+  hidden, own = llama.forward(self.config, params, batch.tokens, boundary, dtype=self.dtype, remat=batch.shape[1] > self.remat_tokens)
   chosen = jnp.take_along_axis(hidden, batch.positions[..., None], axis=1).reshape(-1, hidden.shape[-1])
   wide = jnp.promote_types(hidden.dtype, jnp.float32)
   flat = lambda x: x.reshape(-1).astype(wide)

@@ -118,6 +118,6 @@ def complete(functions: sources.SourceFunctions, params, kept: staged.Kept, toke
     (gradient of all parameters, adjoint of the prompt's boundary state).
   """
   table = head['embed']['embedding'] if 'embed' in head else jnp.zeros_like(params['embed']['embedding'])
-  gradient, adjoint = staged.backward(functions.config, params, kept, tokens, (prompt.keys, prompt.values),
+  gradient, adjoint = staged.backward(functions.config, params, kept, tokens, prompt.state,
                                       cotangent[:, :tokens.shape[1]], table)
   return {**head, **gradient}, jax.tree.map(lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32)), adjoint)

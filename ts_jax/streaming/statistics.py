@@ -42,6 +42,10 @@ class Pair:
       return other if self.sums is None else self
     return dataclasses.replace(self, sums=tuple(fold.add(self.kind, a, b) for a, b in zip(self.sums, other.sums)))
 
+  def place(self, like: jax.Array) -> 'Pair':
+    """The same, where `like` is."""
+    return dataclasses.replace(self, sums=tuple(fold.place(self.kind, s, like) for s in self.sums))
+
   def part(self, name: str) -> 'Pair':
     """The same of one branch of the trees."""
     return dataclasses.replace(self, sums=tuple(s.replace(leaves=s.leaves[name]) for s in self.sums))
@@ -53,8 +57,7 @@ class Pair:
 
   def reduce(self, total: fold.Sum, objective: Objective, population: Sequence[float]) -> fold.Sum:
     """total + the direction; consumes `total`."""
-    sums = tuple(fold.place(self.kind, s, total.bound) for s in self.sums)
-    return fold.fold_reduced(self.kind, total, sums, *objective.reduction(population, self.centre))
+    return fold.fold_reduced(self.kind, total, self.sums, *objective.reduction(population, self.centre))
 
   def value(self, objective: Objective, population: Sequence[float], dtype) -> Any:
     """The direction as floats."""
@@ -82,6 +85,9 @@ class ByReward:
       sums[reward] = fold.add(self.kind, sums.pop(reward), s) if reward in sums else s
     return self._with(sums)
 
+  def place(self, like: jax.Array) -> 'ByReward':
+    return self._with({reward: fold.place(self.kind, s, like) for reward, s in self.sums})
+
   def part(self, name: str) -> 'ByReward':
     return self._with({reward: s.replace(leaves=s.leaves[name]) for reward, s in self.sums})
 
@@ -92,7 +98,7 @@ class ByReward:
   def reduce(self, total: fold.Sum, objective: Objective, population: Sequence[float]) -> fold.Sum:
     coefficients = objective.reward_coefficients(population)
     for reward, s in self.sums:
-      total = fold.fold_sum(self.kind, total, fold.place(self.kind, s, total.bound), coefficients[reward])
+      total = fold.fold_sum(self.kind, total, s, coefficients[reward])
     return total
 
   def value(self, objective: Objective, population: Sequence[float], dtype) -> Any:

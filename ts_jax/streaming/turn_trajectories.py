@@ -22,12 +22,6 @@ from ts_jax.streaming import open_trajectories, sources as sources_lib
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _add_front(total, more):
-  """Adds adjoints of the first positions."""
-  return jax.tree.map(lambda t, m: t.at[:, :m.shape[1]].add(m), total, more)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
 def _scale(tree, factor):
   return jax.tree.map(lambda x: (factor * x).astype(x.dtype), tree)
 
@@ -97,34 +91,29 @@ class TurnTrajectories(open_trajectories.OpenTrajectories):
       if data.tokens:
         tokens = sources_lib.padded(self._inputs(before, state, index), self._buckets)
         more, above = self._functions.segment_gradient(params, self._behind(prompt, state.memory, start), tokens, adjoint)
-        gradient, adjoint = open_trajectories.accumulate(gradient, more), self._at_capacity(prompt, above)
-    past = prompt.keys.shape[1]
-    return gradient, jax.tree.map(lambda a: a[:, :past], adjoint)
+        gradient, adjoint = open_trajectories.accumulate(gradient, more), llama.resize(above, self._capacity(prompt))
+    return gradient, llama.resize(adjoint, prompt.room)
 
   def warm_up(self, params, prompt):
     capacity, total = self._capacity(prompt), None
-    like = lambda length, dtype: tuple(jnp.zeros((x.shape[0], length, *x.shape[2:]), dtype) for x in (prompt.keys, prompt.values))
-    adjoint = like(capacity, jnp.promote_types(prompt.keys.dtype, jnp.float32))
+    wide = jnp.promote_types(prompt.dtype, jnp.float32)
+    adjoint = jax.tree.map(lambda x: jnp.zeros_like(x, wide), llama.resize(prompt.state, capacity))
     for tokens, scored in self._scored_shapes():
       batch = sources_lib.empty(1, tokens, scored, self._teacher, self._functions.terms)
       for past in self._pasts(prompt, capacity):
-        memory = llama.Boundary(*like(past, prompt.keys.dtype), prompt.length)
+        memory = prompt.with_state(llama.resize(prompt.state, past))
         result, _ = self._functions.turn_gradient(params, memory, batch, np.int32(1), capacity)
         self._functions.segment_forward(params, memory, batch.tokens, np.int32(1), capacity)
         gradient, _ = self._functions.segment_gradient(params, memory, batch.tokens, adjoint)
         total = open_trajectories.accumulate(total, gradient)
-      yield result._replace(adjoint=jax.tree.map(lambda a: a[:, :prompt.keys.shape[1]], result.adjoint))
+      yield result._replace(adjoint=llama.resize(result.adjoint, prompt.room))
 
   def _capacity(self, prompt: llama.Boundary) -> int:
-    return prompt.keys.shape[1] + self.max_tokens
-
-  def _at_capacity(self, prompt: llama.Boundary, adjoint):
-    capacity = self._capacity(prompt)
-    return jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, capacity - a.shape[1]), (0, 0), (0, 0))), adjoint)
+    return prompt.room + self.max_tokens
 
   def _behind(self, prompt: llama.Boundary, memory: llama.Boundary, length: int) -> llama.Boundary:
     past = next(n for n in self._pasts(prompt, self._capacity(prompt)) if n >= length)
-    return llama.Boundary(memory.keys[:, :past], memory.values[:, :past], jnp.int32(length))
+    return llama.Boundary(*llama.resize(memory.state, past), jnp.int32(length))
 
   def _state(self, prompt: llama.Boundary, at: open_trajectories.At) -> _Open:
     """What has been done of this attempt; starts over where another attempt's turns were done."""
@@ -155,7 +144,7 @@ class TurnTrajectories(open_trajectories.OpenTrajectories):
       result, memory = self._functions.turn_gradient(params, boundary, batch, np.int32(data.tokens), capacity)
       gradient, adjoint = state.sums.get(unit, (None, None))
       state.sums[unit] = (open_trajectories.accumulate(gradient, result.gradient),
-                          self._at_capacity(prompt, result.adjoint) if adjoint is None else _add_front(adjoint, result.adjoint))
+                          open_trajectories.accumulate(adjoint, llama.resize(result.adjoint, capacity)))
     state.memory = memory
     state.log_probs.append(np.asarray(result.log_probs)[0, :data.scored])
 

@@ -64,7 +64,7 @@ def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *,
       advance(1)
     total = fold.fold(accumulator, fold.zeros(accumulator, result.gradient), result.gradient)
     if objective.needs_rewards:
-      jax.block_until_ready(statistics.warm_up(objective, accumulator, result.gradient, result.adjoint, total, boundary.keys.dtype))
+      jax.block_until_ready(statistics.warm_up(objective, accumulator, result.gradient, result.adjoint, total, boundary.dtype))
     direct = fold.fold(accumulator, fold.zeros(accumulator, result.adjoint), result.adjoint)
     jax.block_until_ready(fold.value(accumulator, direct))
 
@@ -74,10 +74,10 @@ def _segment(functions: sources_lib.SourceFunctions, params, buckets: Buckets, p
   """Runs a prompt segment of `tokens` tokens behind `parent` both ways; returns its boundary state, for `total` tokens."""
   ids = np.zeros((1, buckets.pad(tokens)), np.int32)
   boundary = functions.segment_forward(params, parent, ids, np.int32(tokens), buckets.pad(total))
-  wide = jnp.promote_types(boundary.keys.dtype, jnp.float32)
-  adjoint = (jnp.zeros_like(boundary.keys, wide), jnp.zeros_like(boundary.values, wide))
+  wide = jnp.promote_types(boundary.dtype, jnp.float32)
+  adjoint = jax.tree.map(lambda x: jnp.zeros_like(x, wide), boundary.state)
   gradient, above = functions.segment_gradient(params, parent, ids, adjoint)
-  if parent.keys.shape[1]:
+  if parent.room:
     fold.value(accumulator, fold.fold(accumulator, fold.zeros(accumulator, above), above), wide)
   jax.block_until_ready(gradient)
   return boundary
