@@ -70,13 +70,14 @@ def get_config() -> config_dict.ConfigDict:
           cores='auto',
           timeout_s=600.0,
       ),
-      vllm=config_dict.create(  # servers that are started here, rollout's and teacher's
+      vllm=config_dict.create(  # servers that are started here: rollout's, the teacher's and the reference's
           venv='.venv-vllm',  # their environment; made when missing
           dtype='auto',  # of weights and activations; 'auto': float32 on a CPU, bfloat16 on GPUs
           kv_space_gib=1,  # on a CPU, memory of a replica's key/value cache
           memory_fraction=0.65,  # of a GPU's memory
           gpus=(),  # GPUs of the rollout replicas, dealt out evenly; empty: all share whatever is visible
           teacher_gpus=(),
+          reference_gpus=(),
           start_timeout_s=600.0,
       ),
       objective=config_dict.create(

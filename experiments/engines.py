@@ -156,7 +156,7 @@ def teachers(config, found: Teacher | None, logs: pathlib.Path, compile_cache: p
   context, settings = _teacher_context(config), config[found.name]
   with contextlib.ExitStack() as stack:
     # Its weights never change: any version will do, and vLLM's own name for it is none.
-    make = _maker(config, settings, found.folder, logs / found.name, context, compile_cache, config.vllm.teacher_gpus,
+    make = _maker(config, settings, found.folder, logs / found.name, context, compile_cache, config.vllm[f'{found.name}_gpus'],
                   lambda control: control.set_version(0))
     scorers = Replicas(*_replicas(stack, found.urls, make, _shares(found.cores, settings.replicas), settings.timeout_s))
     for client in scorers.clients if found.urls else ():

@@ -274,10 +274,11 @@ def terms_direction(config, params, batch, coefficients, token_weight, terms, *,
   """
   total = jax.tree.map(lambda x: np.zeros(x.shape), params)
   for group, of_group in zip(batch.groups, coefficients):
-    for t, coefficient in zip(group.trajectories, of_group):
+    pieces = ((t, s, c) for t, c in zip(group.trajectories, of_group) for s in sequences(t))
+    for whole, t, coefficient in pieces:
       if t.scored_tokens:
         scored = lambda values: np.asarray(values)[np.asarray(t.completion_mask)]
-        weight = np.full(t.scored_tokens, token_weight(t))
+        weight = np.full(t.scored_tokens, token_weight(whole))
         columns = {'weights': coefficient * weight, 'counts': count(group) * weight, 'sampler': scored(t.completion_log_probs)}
         for name, values in (('teacher', t.completion_teacher_log_probs), ('reference', t.completion_reference_log_probs)):
           if values is not None:

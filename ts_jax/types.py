@@ -179,8 +179,8 @@ class Turn(Record):
     request_start_s, request_end_s: engine request, seconds on the run's clock.
     tool_start_s, tool_end_s: tool execution, seconds on the run's clock (equal when no tool ran).
     teacher_log_probs: the teacher's log-probability of each sampled id (temperature 1), or None where no teacher scored it.
-    keeps: ids of the path so far, prompt included, that the context is appended to; None for all of them.
     reference_log_probs: the same of the reference model, for a KL to it.
+    keeps: ids of the path so far, prompt included, that the context is appended to; None for all of them.
   """
 
   index: int
@@ -194,8 +194,8 @@ class Turn(Record):
   tool_start_s: float = 0.0
   tool_end_s: float = 0.0
   teacher_log_probs: tuple[float, ...] | None = None
-  keeps: int | None = None
   reference_log_probs: tuple[float, ...] | None = None
+  keeps: int | None = None
 
   def __post_init__(self):
     _require(self.index >= 0, f'turn index {self.index} is negative')

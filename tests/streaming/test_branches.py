@@ -11,6 +11,7 @@ from experiments import offline, reference
 from tests.streaming import cases
 from ts_jax import types
 from ts_jax.objectives import distillation, policy_gradient
+from ts_jax.objectives.terms import Terms
 from ts_jax.streaming import branches, scheduler
 
 OBJECTIVES = {'grpo': policy_gradient.PolicyGradient(), 'opd': distillation.Distillation()}
@@ -48,6 +49,20 @@ def test_random_trees_give_the_gradient_of_full_sequences(params64, seed, name, 
     got, _ = cases.direction(batch, params64, policy, dtype='float64', order_seed=seed)
     if any(np.any(x) for x in jax.tree.leaves(wanted)):
       assert offline.relative_error(got, wanted) <= 1e-10
+
+
+@pytest.mark.parametrize('granularity', ['batch', 'trajectory'])
+def test_terms_and_a_batch_baseline_over_trees_give_the_gradient_of_full_sequences(params64, granularity):
+  rng = np.random.default_rng(2)
+  batch = rewritten(offline.random_batch(rng, groups=2, size=3, max_turns=4, reference=True, scored_rate=0.4), rng)
+  assert any(t.branches for t in batch.trajectories)
+  terms, mean = Terms(1.1, 0.3, 'k3', 0.2), np.mean([t.reward for t in batch.trajectories])
+  objective = policy_gradient.PolicyGradient('mean', 'trajectory', baseline='batch', terms=terms)
+  with jax.enable_x64(True):
+    coefficients = [[(t.reward - mean) / 3 for t in g.trajectories] for g in batch.groups]
+    wanted = reference.terms_direction(cases.TINY, params64, batch, coefficients, lambda t: 1 / 2, terms)
+    got, _ = cases.direction(batch, params64, scheduler.Policy(granularity, objective=objective), dtype='float64')
+    assert offline.relative_error(got, wanted) <= 1e-10
 
 
 @pytest.mark.parametrize('granularity', ['trajectory', 'forward'])

@@ -69,12 +69,11 @@ def segments(trajectory: types.Trajectory) -> tuple[Segment, ...]:
     else:
       piece_of[place] = piece_of[above]
     pieces[piece_of[place]].append(place)
-  made, scores = [], {name: getattr(flat, name) for name in ('teacher_log_probs', 'reference_log_probs')}
+  made = []
   for places in map(np.asarray, pieces):
     above = int(parent[places[0]])
-    data = dataclasses.replace(
-        flat, completion=flat.completion[places], mask=flat.mask[places], sampler_log_probs=flat.sampler_log_probs[places],
-        **{name: None if values is None else values[places] for name, values in scores.items()})
+    columns = ('completion', 'mask', 'sampler_log_probs', 'teacher_log_probs', 'reference_log_probs')
+    data = dataclasses.replace(flat, **{c: getattr(flat, c)[places] for c in columns if getattr(flat, c) is not None})
     made.append(Segment(piece_of[above], int(flat.completion[above]) if above >= 0 else trajectory.prompt_ids[-1],
                         int(depth[places[0]]), data, rank[places][data.mask]))
   return tuple(made)
