@@ -1,15 +1,18 @@
 """Distillation, and every granularity of every objective, against independent full sequences."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from experiments import offline, reference
+from experiments import offline, reference, synthetic
 from tests.streaming import cases
 from ts_jax import types
 from ts_jax.objectives import distillation, policy_gradient
-from ts_jax.streaming import lane as lane_lib, scheduler
+from ts_jax.streaming import forward_trajectories, lane as lane_lib, scheduler, sources
+from ts_jax.streaming.buckets import Buckets
 
 OBJECTIVES = {'grpo': policy_gradient.PolicyGradient(), 'opd': distillation.Distillation()}
 
@@ -60,6 +63,18 @@ def test_exact_sums_have_equal_bits_for_every_order_and_number_of_lanes(name, gr
     got, _ = cases.direction(batch, params, policy(name, granularity, direct=False), accumulator='exact', order_seed=order,
                              lanes=lanes, share=True, spread=everywhere)
     seen.add(offline.bits(got))
+  assert len(seen) == 1
+
+
+def test_bits_of_turns_run_forward_do_not_depend_on_how_many_had_arrived_where_cuts_change_rounding():
+  sizes = dataclasses.replace(cases.TINY, vocab_size=300, width=16, ffn_width=24, layers=2, head_dim=4)
+  batch = synthetic.batch(sizes.vocab_size, groups=2, size=2, turns=3, turn_tokens=22, prompt_tokens=60)
+  functions, buckets = sources.SourceFunctions(sizes), Buckets((48, 80, 128))
+  lane = lane_lib.Lane(0, functions, buckets, accumulator='exact', reward_centre=0.75,
+                       trajectories=forward_trajectories.ForwardTrajectories(functions, buckets, 100))
+  params = cases.tiny_params('float32', config=sizes)
+  seen = {offline.bits(offline.batch_direction(batch, params, [lane], policy('grpo', 'forward', direct=False, cap=3), 'exact', order)[0])
+          for order in range(4)}
   assert len(seen) == 1
 
 

@@ -7,6 +7,7 @@ weights wait for the trajectory's length, and so does the head.
 from __future__ import annotations
 
 import dataclasses
+from typing import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +62,8 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
     self._check_length(at, len(inputs))
     state = self._state(prompt, at, inputs)
     first = len(state.inputs)
-    for start in range(first, len(inputs), self._piece):
-      piece = inputs[start:min(start + self._piece, len(inputs))]
+    for start, stop in self._pieces(known, first):
+      piece = inputs[start:stop]
       behind = int(prompt.length) + start
       past = next(n for n in self._pasts(prompt, state.kept.memory.room) if n >= behind)
       tokens = sources_lib.padded(piece, self._buckets)
@@ -73,12 +74,21 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
         state.kept, values = staged.turn_forward_apart(*settings)
         for name, value in values.items():
           state.host[name][:, :, start:start + len(piece)] = np.asarray(value)[:, :, :len(piece)]
-      state.inputs = inputs[:start + len(piece)]
+      state.inputs = inputs[:stop]
     if self._teacher:
       for index in range(len(state.heads), known.scored(self._scorers)):
         self._head(params, state, known.data(index, self._scorers))
     jax.block_until_ready((state.kept.hidden, state.head))
     return len(inputs) - first
+
+  def _pieces(self, known: open_trajectories.Turns, first: int) -> Iterator[tuple[int, int]]:
+    """Inputs that run forward together, from `first` on: never of two turns, so that shapes, and with them bits, do not depend on
+    how many turns had arrived."""
+    end = 0
+    for turn in known.turns:
+      begin, end = end, end + len(turn.context_ids) + len(turn.sampled.token_ids)
+      for start in range(max(begin, first), end, self._piece):
+        yield start, min(start + self._piece, end)
 
   def gradients(self, params, before, prompt, at, passes):
     self.advance(params, before, prompt, at)
