@@ -35,7 +35,7 @@ def measure(config, granularity: str) -> dict[str, float]:
   """Runs two updates; returns memory in MB: 'peak' of the second, and 'parameters'."""
   import jax
   from experiments import learner, offline, synthetic, wiring
-  from ts_jax.streaming import barrier
+  from ts_jax.streaming import barrier, lane as lane_lib
   wiring.compile_cache()
   config = config.copy_and_resolve_references()
   if granularity == 'batch':
@@ -49,7 +49,8 @@ def measure(config, granularity: str) -> dict[str, float]:
                           turn_tokens=_TURN_TOKENS.value, prompt_tokens=_PROMPT_TOKENS.value)
   longest = max(len(t.completion_ids) for t in batch.trajectories)
   policy = learner.with_memory(learner.policy(config), config, student, longest)
-  lane = learner.prepared_lane(config, student, policy, state.params, [g.prompt_ids for g in batch.groups], longest)
+  trajectories = learner.open_trajectories(config, student, longest) if policy.by_turns else None
+  lane = learner.lane(config, student, trajectories, lane_lib.shared_prefix([g.prompt_ids for g in batch.groups]))
   for _ in range(2):
     _reset_peak()
     direction, _ = offline.batch_direction(batch, state.params, [lane], policy, accumulator)
