@@ -1,6 +1,7 @@
 """A real vLLM server behind the client, the publisher and the supervisor: SmolLM2 in float32 on one core."""
 
 import asyncio
+import os
 import pathlib
 
 import jax
@@ -35,7 +36,7 @@ def publisher(tmp_path_factory):
 def server(student, publisher, tmp_path_factory):
   python = environment.ensure(pathlib.Path(__file__).parents[2] / '.venv-vllm', 'cpu')
   with process.VllmProcess(python, student[0], log_path=tmp_path_factory.mktemp('vllm') / 'vllm.log', slots=8, max_context=512,
-                           cores=[1], bring_up=publisher.bring_up_to_date) as engine:
+                           cores=[max(os.sched_getaffinity(0))], bring_up=publisher.bring_up_to_date) as engine:
     publisher.add(engine)
     publisher.publish(student[2], student[1], 0)
     yield engine
