@@ -26,11 +26,15 @@ def shuffled_arrival(batch: types.LogicalBatch, rng: np.random.Generator) -> lis
   """A random interleaving of the trajectories' events; each has its turns in order, then its content, then its reward."""
   waiting = {}
   for t in batch.trajectories:
-    turns = [types.TurnFixed(t.update, t.group, t.index, dataclasses.replace(turn, teacher_log_probs=None, reference_log_probs=None))
-             for turn in t.turns]
+    turns = [_fixed(t, turn) for turn in t.turns]
     waiting[t.key] = [types.RewardFixed(t), types.ContentFixed(t), *reversed(_with_scores(t, turns, rng))]
   keys = [key for key, events in waiting.items() for _ in events]
   return [waiting[keys[i]].pop() for i in rng.permutation(len(keys))]
+
+
+def _fixed(t: types.Trajectory, turn: types.Turn) -> types.TurnFixed:
+  """A turn as it is announced, before anybody has scored it."""
+  return types.TurnFixed(*t.key, dataclasses.replace(turn, teacher_log_probs=None, reference_log_probs=None))
 
 
 def _with_scores(t: types.Trajectory, fixed: Sequence[types.TurnFixed], rng: np.random.Generator) -> list[types.RolloutEvent]:
@@ -54,9 +58,8 @@ def recorded_arrival(batch: types.LogicalBatch) -> list[types.RolloutEvent]:
       events.append(types.RewardFixed(t))
     else:
       turn = t.turns[moment.turn]
-      events.append(types.TurnFixed(*t.key, dataclasses.replace(turn, teacher_log_probs=None)))
-      if turn.teacher_log_probs is not None:
-        events.append(types.TurnScored(*t.key, turn.index, turn.teacher_log_probs))
+      events.append(_fixed(t, turn))
+      events += [types.TurnScored(*t.key, turn.index, log_probs, scorer) for scorer, log_probs in turn.scores.items()]
   return events
 
 
