@@ -133,3 +133,16 @@ def test_a_recording_without_teacher_scores_is_refused_for_distillation(tmp_path
       run.append_trajectory(t)
   with pytest.raises(types.ConfigError, match='recorded without a teacher'):
     replayed_updates.recorded_batches(config, tmp_path, 1)
+
+
+def test_recorded_arrival_hands_over_the_scores_of_every_scorer_behind_their_turn():
+  batch = offline.random_batch(np.random.default_rng(0), groups=1, teacher=True, reference=True)
+  fixed, scored = set(), set()
+  for event in offline.recorded_arrival(batch):
+    if isinstance(event, types.TurnFixed):
+      assert not event.turn.scores
+      fixed.add((event.group, event.index, event.turn.index))
+    elif isinstance(event, types.TurnScored):
+      assert (event.group, event.index, event.turn) in fixed
+      scored.add((event.group, event.index, event.turn, event.scorer))
+  assert scored == {(*at, scorer) for at in fixed for scorer in ('teacher', 'reference')}
