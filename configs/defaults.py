@@ -110,6 +110,7 @@ def get_config() -> config_dict.ConfigDict:
           keep='all',  # of turns run forward: 'all', or 'inputs' of layers (a sixth of the memory; layers run forward again)
           kept_mb=2048,  # device memory for running trajectories at 'turn' and 'forward'
           kept_host_mb=0,  # at 'forward', host memory for what is kept of further ones; those beyond both run at completion
+          matmul_precision='default',  # or 'highest': float32 products without TensorFloat-32 on GPUs, float64 sums in the backward pass on a CPU
           remat_tokens=2048,  # longer segments recompute their layers in the backward pass
       ),
       evaluation=config_dict.create(

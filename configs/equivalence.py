@@ -29,6 +29,7 @@ def get_config(arg: str = 'grpo'):
   config.batch.group_size = 4
   config.schedule.admission_cap = 2
   config.learner.kept_mb = 1200
+  config.learner.matmul_precision = 'highest'
   config.equivalence = config_dict.create(
       orders=100,  # random arrival orders of a small random student
       student_orders=2,  # of the student itself

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from experiments import wiring
 from ts_jax import types
-from ts_jax.kernels import fold
+from ts_jax.kernels import fold, products
 from ts_jax.models import staged
 from ts_jax.objectives import distillation, policy_gradient
 from ts_jax.objectives.objective import Objective
@@ -33,7 +33,7 @@ def buckets(config) -> Buckets:
 def functions(config, student: wiring.Student) -> sources.SourceFunctions:
   """The student's jitted learner functions."""
   return sources.SourceFunctions(student.config, config.agent.temperature, config.model.dtype, config.learner.remat_tokens,
-                                 objective(config).terms)
+                                 objective(config).terms, config.learner.matmul_precision)
 
 
 def objective(config) -> Objective:
@@ -119,6 +119,8 @@ def policy(config) -> scheduler.Policy:
                             'schedule.granularity=trajectory')
   if config.learner.keep not in staged.KEEP:
     raise types.ConfigError(f'config.learner.keep={config.learner.keep!r} is unknown: use one of {staged.KEEP}')
+  if config.learner.matmul_precision not in products.PRECISIONS:
+    raise types.ConfigError(f'config.learner.matmul_precision={config.learner.matmul_precision!r} is unknown: use one of {products.PRECISIONS}')
   if config.objective.max_distinct_rewards < 1:
     raise types.ConfigError(f'config.objective.max_distinct_rewards={config.objective.max_distinct_rewards} must be at least 1')
   direct = settings.accumulator == 'float32'

@@ -15,6 +15,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from ts_jax.kernels import products
+
 Array = jax.Array
 
 QUERY_BLOCK = 256
@@ -81,7 +83,7 @@ def _scores(rows: Array, keys: Array, first: Array) -> Array:
 def _scores_bwd(residuals, cotangent):
   rows, keys, first = residuals
   cotangent = cotangent.astype(rows.dtype)
-  return _stacked('bkms,bksd->bkmd', cotangent, keys), _sum_over_queries(cotangent, rows, first), None
+  return _stacked_back('bkms,bksd->bkmd', cotangent, keys), _sum_over_queries(cotangent, rows, first), None
 
 
 _scores.defvjp(lambda rows, keys, first: (_scores(rows, keys, first), (rows, keys, first)), _scores_bwd)
@@ -96,7 +98,7 @@ def _context(weights: Array, values: Array, first: Array) -> Array:
 
 def _context_bwd(residuals, cotangent):
   weights, values, first = residuals
-  return _stacked('bkmd,bksd->bkms', cotangent, values), _sum_over_queries(weights, cotangent, first), None
+  return _stacked_back('bkmd,bksd->bkms', cotangent, values), _sum_over_queries(weights, cotangent, first), None
 
 
 _context.defvjp(lambda weights, values, first: (_context(weights, values, first), (weights, values, first)), _context_bwd)
@@ -109,12 +111,19 @@ def _stacked(spec: str, rows: Array, matrix: Array, dtype=None) -> Array:
   return jnp.einsum(spec, flat, matrix, preferred_element_type=dtype).reshape(batch, kv_heads, group, length, -1)
 
 
+def _stacked_back(spec: str, rows: Array, matrix: Array) -> Array:
+  """`_stacked` in the backward pass."""
+  return products.summed(spec.replace('m', 'gt'), rows, matrix) if products.in_float64(rows) else _stacked(spec, rows, matrix)
+
+
 def _sum_over_queries(weights: Array, rows: Array, first: Array) -> Array:
   """sum over heads g and queries t of weights[.., g, t, s] rows[.., g, t, d], as [B, K, S, d].
 
   One product for every `_SUM_CHUNK` absolute positions, then a sum over them: cutting the sequence elsewhere changes
   which segment forms a term, not the terms nor, within a segment, their order.
   """
+  if products.in_float64(rows):  # whose rounding leaves next to nothing of the order
+    return products.summed('bkgts,bkgtd->bksd', weights, rows)
   batch, kv_heads, group, length, _ = weights.shape
   room = -(-(length + _SUM_CHUNK - 1) // _SUM_CHUNK) * _SUM_CHUNK
 

@@ -130,7 +130,7 @@ def _pullback(hidden: Array, head: Array, targets: Array, normaliser: Array, wei
     logs = _chunk_logits(hidden, chunk, start, vocab, temperature) - normaliser[:, None]
     onehot = targets[:, None] == start + jnp.arange(_VOCAB_CHUNK)
     grad_logits = _grad_logits(onehot, jnp.exp(logs), logs, scaled, entropy).astype(hidden.dtype)
-    return grad_hidden + grad_logits @ chunk, grad_logits.T @ hidden
+    return grad_hidden + products.product(grad_logits, chunk), products.product(grad_logits.T, hidden)
 
   grad_hidden, grad_chunks = jax.lax.scan(step, jnp.zeros_like(hidden), (chunks, jnp.arange(len(chunks)) * _VOCAB_CHUNK))
   return grad_hidden, grad_chunks.reshape(-1, head.shape[1])[:vocab].astype(head.dtype)
@@ -238,7 +238,7 @@ def _weighted_score_fwd(hidden, head, targets, weights, teacher, temperature, sc
   if dense:
     onehot = targets[:, None] == jnp.arange(head.shape[0])
     grad_logits = _grad_logits(onehot, probs, logs, (weights / temperature)[:, None], spread).astype(hidden.dtype)
-    grads = products.over_vocabulary(grad_logits, head), (grad_logits.T @ hidden).astype(head.dtype)
+    grads = products.over_vocabulary(grad_logits, head), products.product(grad_logits.T, hidden).astype(head.dtype)
   else:
     grads = _pullback(hidden, head, targets, normaliser, weights, temperature, spread)
   return (_total(values, entropy, entropy_weights), log_probs), grads

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ts_jax import types
-from ts_jax.kernels import logprob
+from ts_jax.kernels import logprob, products
 from ts_jax.models import llama
 from ts_jax.models.config import ModelConfig
 from ts_jax.objectives.terms import Scores, Terms
@@ -190,6 +190,7 @@ class SourceFunctions:
     dtype: activation dtype name ('float32', 'bfloat16', 'float64').
     remat_tokens: segments of more padded tokens than this recompute layers in the backward pass.
     terms: token-local terms beside the score.
+    precision: of matrix products, one of `kernels.products.PRECISIONS`.
   """
 
   config: ModelConfig
@@ -197,6 +198,7 @@ class SourceFunctions:
   dtype: str = 'float32'
   remat_tokens: int = 2048
   terms: Terms = Terms()
+  precision: str = 'default'
 
   def root(self) -> llama.Boundary:
     """The boundary state before the first token."""
@@ -235,12 +237,14 @@ class SourceFunctions:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5))
+@products.at_precision
 def _segment_forward(self: SourceFunctions, params, boundary, tokens, length, capacity):
   _, own = llama.forward(self.config, params, tokens, boundary, dtype=self.dtype, remat=tokens.shape[1] > self.remat_tokens)
   return llama.extend(boundary, own, length, capacity)
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@products.at_precision
 def _segment_gradient(self: SourceFunctions, params, boundary, tokens, adjoint):
   def own(params, state):
     return llama.forward(self.config, params, tokens, boundary.with_state(state), dtype=self.dtype, remat=tokens.shape[1] > self.remat_tokens)[1]
@@ -251,17 +255,20 @@ def _segment_gradient(self: SourceFunctions, params, boundary, tokens, adjoint):
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@products.at_precision
 def _source_gradient(self: SourceFunctions, params, boundary, batch):
   return _scored_gradient(self, params, boundary, batch)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5))
+@products.at_precision
 def _turn_gradient(self: SourceFunctions, params, boundary, batch, length, capacity):
   result, own = _scored_gradient(self, params, boundary, batch)
   return result, llama.extend(boundary, own, length, capacity)
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@products.at_precision
 def _inner_gradient(self: SourceFunctions, params, boundary, batch, adjoint):
   def run(params, state):
     value, (log_probs, own) = _score(self, params, boundary.with_state(state), batch)

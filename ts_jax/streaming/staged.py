@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ts_jax.kernels import logprob
+from ts_jax.kernels import logprob, products
 from ts_jax.models import llama, staged
 from ts_jax.objectives.terms import Scores
 from ts_jax.streaming import sources
@@ -43,6 +43,7 @@ def begin(functions: sources.SourceFunctions, prompt: llama.Boundary, capacity: 
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=2)
+@products.at_precision
 def turn_forward(functions: sources.SourceFunctions, params, kept: staged.Kept, tokens: Array, count: Array,
                  past: int, keep: str) -> staged.Kept:
   """Appends a turn's tokens [1, T], of which `count` are real; consumes `kept`.  `past` bounds the memory's length."""
@@ -51,6 +52,7 @@ def turn_forward(functions: sources.SourceFunctions, params, kept: staged.Kept, 
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=2)
+@products.at_precision
 def turn_forward_apart(functions: sources.SourceFunctions, params, kept: staged.Kept, tokens: Array, count: Array,
                        past: int, keep: str) -> tuple[staged.Kept, dict[str, Array]]:
   """As `turn_forward`; the turn's values are returned instead of put with the others."""
@@ -58,6 +60,7 @@ def turn_forward_apart(functions: sources.SourceFunctions, params, kept: staged.
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@products.at_precision
 def head_gradient(functions: sources.SourceFunctions, params, hidden: Array, positions: Array, targets: Array, weights: Array,
                   teacher: Array | None = None, scores: Scores = Scores()) -> HeadResult:
   """Output head, forward and backward.
@@ -88,6 +91,7 @@ def head_gradient(functions: sources.SourceFunctions, params, hidden: Array, pos
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@products.at_precision
 def source_gradient(functions: sources.SourceFunctions, params, kept: staged.Kept, tokens: Array, prompt: llama.Boundary,
                     positions: Array, targets: Array, weights: Array, scores: Scores = Scores()) -> sources.SourceResult:
   """A complete trajectory's score gradient from kept values: output head, then layers backward.
@@ -105,6 +109,7 @@ def source_gradient(functions: sources.SourceFunctions, params, kept: staged.Kep
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
+@products.at_precision
 def complete(functions: sources.SourceFunctions, params, kept: staged.Kept, tokens: Array, prompt: llama.Boundary, head: Any,
              cotangent: Array):
   """Backward pass of the layers over all turns, once no further turn can come.
