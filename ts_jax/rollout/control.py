@@ -159,7 +159,9 @@ class EngineControl:
   def prompt_log_probs(self, token_ids: Sequence[int], timeout_s: float | None = None) -> tuple[list[float | None], int]:
     """Scores a prompt, with what the prefix cache holds of it: (log-prob of each token or None, tokens from the cache)."""
     ids = tuple(token_ids)
-    reply = self._call('POST', '/inference/v1/generate', json=protocol.score_body(ids, '', '', reuse=True), timeout_s=timeout_s)
+    body = protocol.score_body(ids, '', '', reuse=True)
+    del body['model']  # whatever is served
+    reply = self._call('POST', '/inference/v1/generate', json=body, timeout_s=timeout_s)
     return protocol.parse_prompt_log_probs(reply, ids, f'engine {self.url}')
 
   def load_adapter(self, name: str, folder: str) -> None:

@@ -13,11 +13,13 @@ from typing import Any, Callable, Mapping, Sequence
 import numpy as np
 
 from ts_jax import types
+from ts_jax.models import safetensors_file
 from ts_jax.models.config import ModelConfig
 from ts_jax.rollout import control as control_lib
 from ts_jax.rollout.publication import probe as probe_lib, sparse_transfer, transfer as transfer_lib
 
 MODES = ('auto', 'extension', 'sparse')
+_OWN_KINDS = {types.PolicyVersionError, safetensors_file.DiskFullError}  # raised as such when every failure is of the kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +208,7 @@ class Publisher:
     futures = {e.url: pool.submit(call, e) for e in engines}
     failed = [(url, f.exception()) for url, f in futures.items() if f.exception()]
     if failed:
-      of_version = all(isinstance(e, types.PolicyVersionError) for _, e in failed)
-      kind = types.PolicyVersionError if of_version else types.InfrastructureError
+      kinds = {type(e) for _, e in failed}
+      kind = kinds.pop() if len(kinds) == 1 and kinds <= _OWN_KINDS else types.InfrastructureError
       raise kind(f'{len(failed)} of {len(futures)} engines did not take version {self.current.version}: '
                  + '; '.join(f'{url}: {e}' for url, e in failed)) from failed[0][1]

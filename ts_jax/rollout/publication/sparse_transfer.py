@@ -12,6 +12,7 @@ from typing import Any, Mapping
 
 import numpy as np
 
+from ts_jax import types
 from ts_jax.models import safetensors_file, weights as weights_lib
 from ts_jax.models.config import ModelConfig
 from ts_jax.rollout import control as control_lib
@@ -41,13 +42,13 @@ class SparseTransfer:
     """See `transfer.Transfer`.  Converts, compares and checksums tensor by tensor, in as many threads as there are cores."""
     tensors = weights_lib.file_tensors(params, config, self._dtype)
     with self._lock:
-      self._specs, self._base, self._checksum, self._version, self._patch_bytes = (
-          weights_lib.file_specs(config, self._dtype), self._checksum, '', None, 0)
-      full, patches = self._full_bytes, {}
+      self._specs, base = weights_lib.file_specs(config, self._dtype), self._checksum
+      self._checksum, self._version = '', None  # what is kept is of no version until all of it is of the new one
+      full, patches = sum(int(np.prod(s.shape)) * s.dtype.itemsize for s in self._specs.values()), {}
 
       def one(name: str) -> None:
         new, old = tensors[name], self._tensors.get(name)
-        if self._base and sum(p.size_bytes for p in list(patches.values())) <= full:  # else the file is the smaller one already
+        if base and sum(p.size_bytes for p in list(patches.values())) <= full:  # else the file is the smaller one already
           patch = sparse.diff(sparse.bits(old), sparse.bits(new))
           if patch is None:
             return
@@ -57,16 +58,15 @@ class SparseTransfer:
         self._crcs[name] = zlib.crc32(new.reshape(-1).view(np.uint8))
 
       safetensors_file.in_parallel(one, self._specs)
+      sparse_enough = base and sum(p.size_bytes for p in patches.values()) <= full
+      self._base, self._patch_bytes = base, self._write_patch(self._patch_path(version), patches) if sparse_enough else 0
       self._checksum, self._version = weights_lib.checksum_of(self._specs, self._crcs), version
-      if self._base and sum(p.size_bytes for p in patches.values()) <= full:
-        self._write_patch(patches)
       return self._checksum
 
   def deliver(self, control: control_lib.EngineControl, version: int) -> transfer.Delivered:
     """See `transfer.Transfer`."""
     with self._lock:
-      if version != self._version:
-        raise transfer.SupersededError
+      self._check_current(version)
       base, checksum, size = self._base, self._checksum, self._patch_bytes
     if size:
       acknowledged = control.apply_patch(str(self._patch_path(version)), base, checksum)
@@ -74,8 +74,7 @@ class SparseTransfer:
         return transfer.Delivered(acknowledged, size, sparse=True)
     path = transfer.weights_path(self._folder, version)
     with self._lock:
-      if version != self._version:
-        raise transfer.SupersededError
+      self._check_current(version)
       if not path.exists():
         safetensors_file.write(path, self._specs, self._tensors.__getitem__)
     return transfer.Delivered(control.load_weights(str(path), checksum, keep=True), path.stat().st_size)
@@ -87,14 +86,16 @@ class SparseTransfer:
           transfer.weights_path(self._folder, self._version), self._patch_path(self._version))
       transfer.delete_others(self._folder, keep)
 
-  @property
-  def _full_bytes(self) -> int:
-    return sum(int(np.prod(s.shape)) * s.dtype.itemsize for s in self._specs.values())
+  def _check_current(self, version: int) -> None:
+    if self._version is None:
+      raise types.InfrastructureError(f'version {version} is not at hand any more: the publication after it failed; publish again')
+    if version != self._version:
+      raise transfer.SupersededError
 
   def _patch_path(self, version: int) -> pathlib.Path:
     return self._folder / f'patch-{version}.safetensors'
 
-  def _write_patch(self, patches: Mapping[str, sparse.Patch]) -> None:
-    arrays, path = sparse.pack(dict(sorted(patches.items()))), self._patch_path(self._version)
+  def _write_patch(self, path: pathlib.Path, patches: Mapping[str, sparse.Patch]) -> int:
+    arrays = sparse.pack(dict(sorted(patches.items())))
     safetensors_file.write(path, {n: safetensors_file.TensorSpec(a.shape, a.dtype) for n, a in arrays.items()}, arrays.__getitem__)
-    self._patch_bytes = path.stat().st_size
+    return path.stat().st_size
