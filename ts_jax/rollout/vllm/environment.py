@@ -73,7 +73,7 @@ def install_extension(folder: str | os.PathLike) -> pathlib.Path:
 
 def server_command(python: pathlib.Path, model_folder: str | os.PathLike, port: int, *, slots: int, max_context: int,
                    dtype: str = 'float32', served_name: str = 'policy', kind: str | None = None, tensor_parallel: int = 1,
-                   memory_fraction: float = 0.65, block_size: int = 32) -> list[str]:
+                   memory_fraction: float = 0.65, block_size: int = 32, lora_rank: int = 0) -> list[str]:
   """The command of a server with the routes ts_jax uses (the `vllm` command of the CPU build does not start).
 
   Args:
@@ -88,6 +88,7 @@ def server_command(python: pathlib.Path, model_folder: str | os.PathLike, port: 
     tensor_parallel: GPUs of the replica.
     memory_fraction: of a GPU's memory (Table 6: 0.65).
     block_size: tokens of a cache block on a CPU.
+    lora_rank: largest rank of the adapters that are published to it (8, 16, 32, ...); 0: none are.
   """
   command = [
       str(python), '-m', 'vllm.entrypoints.launchers.api_server.entry', '--model', str(model_folder),
@@ -95,6 +96,8 @@ def server_command(python: pathlib.Path, model_folder: str | os.PathLike, port: 
       '--max-num-seqs', str(slots), '--enable-scale-out', '--enable-prompt-tokens-details', '--enable-prefix-caching',
       '--enable-chunked-prefill', '--disable-uvicorn-access-log', '--generation-config', 'vllm', '--logprobs-mode',
       'processed_logprobs', '--worker-extension-cls', f'{_MODULE}.WeightExtension']
+  if lora_rank:  # two: requests in flight end with the adapter of the version before
+    command += ['--enable-lora', '--max-lora-rank', str(lora_rank), '--max-loras', '2']
   if (kind or accelerator()) == 'cpu':
     return command + ['--enforce-eager', '--block-size', str(block_size)]
   return command + ['--tensor-parallel-size', str(tensor_parallel), '--gpu-memory-utilization', str(memory_fraction)]
@@ -112,7 +115,8 @@ def server_variables(extension: pathlib.Path, *, core: int | None = None, kv_spa
     base: variables to start from; None for ours.
   """
   variables = {**(os.environ if base is None else base), 'VLLM_SERVER_DEV_MODE': '1', 'VLLM_CPU_KVCACHE_SPACE': str(kv_space_gib),
-               'VLLM_NO_USAGE_STATS': '1', 'DO_NOT_TRACK': '1', 'HF_HUB_OFFLINE': '1', 'PYTHONPATH': str(extension)}
+               'VLLM_NO_USAGE_STATS': '1', 'DO_NOT_TRACK': '1', 'HF_HUB_OFFLINE': '1', 'VLLM_ALLOW_RUNTIME_LORA_UPDATING': '1',
+               'PYTHONPATH': str(extension)}
   if core is not None:
     variables['VLLM_CPU_OMP_THREADS_BIND'] = str(core)
   if gpus:
