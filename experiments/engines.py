@@ -18,6 +18,8 @@ from ts_jax.models import source, tokenizer as tokenizer_lib, weights
 from ts_jax.rollout import client as client_lib, process, publication, supervision
 from ts_jax.rollout.vllm import environment, process as vllm_process
 
+_PROBE_TEXT = 'The test prints every line of the file that names a folder, sorts them, and counts what is left. '
+_PROBE_TOKENS = 96  # three blocks of vLLM's cache on a CPU
 _WEIGHTS_SLACK = 3  # a publication briefly needs two files, and something should stay free
 
 
@@ -137,7 +139,7 @@ def rollout_engines(config, student: wiring.Student, cores: Sequence[int], logs:
   """Starts the engines (or connects to given URLs); they come up in the background and serve once published to."""
   context = wiring.limits(config).max_context_tokens
   with contextlib.ExitStack() as stack:
-    publisher = publication.Publisher([], exchange)
+    publisher = _publisher(config, student, exchange)
     stack.callback(publisher.close)
     make = _maker(config, config.rollout, student.folder, logs / 'engine', context, compile_cache, config.vllm.gpus,
                   publisher.bring_up_to_date)
@@ -145,6 +147,23 @@ def rollout_engines(config, student: wiring.Student, cores: Sequence[int], logs:
     for client in clients:
       publisher.add(client)
     yield Engines(processes, clients, publisher)
+
+
+def _publisher(config, student: wiring.Student, exchange: pathlib.Path) -> publication.Publisher:
+  settings = config.rollout
+  started = None if settings.urls else _vllm_dtype(config) if settings.engine == 'vllm' else 'float32'  # what the replicas compute in
+  dtype = settings.publication_dtype if settings.publication_dtype != 'auto' else started or 'float32'
+  probe = None
+  if settings.probe:
+    room = wiring.limits(config).max_context_tokens - 1  # it samples one token
+    ids = student.tokenizer.encode(_PROBE_TEXT * 8, allow_special=False)[:min(_PROBE_TOKENS, room)]
+    probe = publication.learner_probe(student.config, ids, started or 'bfloat16', settings.probe_tolerance or None)
+  return publication.Publisher([], exchange, np.dtype(dtype), mode=settings.publication, probe=probe)
+
+
+def _vllm_dtype(config) -> str:
+  """What vLLM servers that are started here compute in."""
+  return config.vllm.dtype if config.vllm.dtype != 'auto' else {'cpu': 'float32', 'cuda': 'bfloat16'}[environment.accelerator()]
 
 
 @contextlib.contextmanager
@@ -188,7 +207,7 @@ def _maker(config, settings, folder: pathlib.Path, log: pathlib.Path, context: i
   if settings.engine != 'vllm':
     raise types.ConfigError(f"engine {settings.engine!r} is unknown: use 'embedded' or 'vllm'")
   python, vllm = environment.ensure(config.vllm.venv), config.vllm
-  dtype = vllm.dtype if vllm.dtype != 'auto' else {'cpu': 'float32', 'cuda': 'bfloat16'}[environment.accelerator()]
+  dtype = _vllm_dtype(config)
   if 0 < len(gpus) < settings.replicas:
     raise types.ConfigError(f'{settings.replicas} replicas on GPUs {list(gpus)}: name at least one GPU for each in config.vllm')
   devices = _shares(tuple(gpus), settings.replicas)

@@ -51,4 +51,5 @@ def test_library_code_reads_no_flags_and_knows_no_experiment(path):
 
 
 def test_what_runs_inside_vllm_needs_nothing_of_ours():
-  assert not imported(ROOT / 'ts_jax/rollout/vllm/extension.py') and not imported(ROOT / 'ts_jax/rollout/vllm/guardian.py')
+  for path in ('vllm/extension.py', 'vllm/guardian.py', 'publication/sparse.py'):
+    assert not imported(ROOT / 'ts_jax/rollout' / path)

@@ -60,16 +60,17 @@ class Probe:
     if not difference <= self.tolerance:  # also when not a number
       raise types.InfrastructureError(f'engine {control.url} gives the probe prompt log-probs that differ from the learner\'s by '
                                       f'{difference:.3g} nats on average, more than {self.tolerance:g}: it does not compute with the '
-                                      'weights whose checksum it acknowledged')
+                                      'weights whose checksum it acknowledged, or in another dtype than the tolerance is for')
 
 
-def learner_probe(config: ModelConfig, token_ids: Sequence[int], served_dtype: str = 'float32') -> Probe:
+def learner_probe(config: ModelConfig, token_ids: Sequence[int], served_dtype: str = 'float32', tolerance: float | None = None) -> Probe:
   """A probe that the learner's own layers answer, in float32.
 
   Args:
     config: the student's sizes.
     token_ids: the prompt.
     served_dtype: what the replicas compute in.
+    tolerance: mean absolute difference that passes, nats; None: that of `served_dtype`.
 
   Raises:
     ConfigError: a dtype without a tolerance.
@@ -86,4 +87,5 @@ def learner_probe(config: ModelConfig, token_ids: Sequence[int], served_dtype: s
     hidden, _ = llama.forward(config, params, inputs, llama.empty_boundary(config))
     return logprob.token_log_probs(hidden[0, :count], llama.head_matrix(params), targets)
 
-  return Probe(tuple(int(t) for t in token_ids), lambda params: np.asarray(log_probs(params), np.float64), TOLERANCES[served_dtype])
+  return Probe(tuple(int(t) for t in token_ids), lambda params: np.asarray(log_probs(params), np.float64),
+               tolerance or TOLERANCES[served_dtype])
