@@ -16,6 +16,7 @@ from experiments import learner, wiring
 from ts_jax import types
 from ts_jax.models import source, tokenizer as tokenizer_lib, weights
 from ts_jax.rollout import client as client_lib, process, publication, supervision
+from ts_jax.rollout.publication import native
 from ts_jax.rollout.vllm import environment, process as vllm_process
 
 _PROBE_TEXT = 'The test prints every line of the file that names a folder, sorts them, and counts what is left. '
@@ -158,7 +159,13 @@ def _publisher(config, student: wiring.Student, exchange: pathlib.Path) -> publi
     room = wiring.limits(config).max_context_tokens - 1  # it samples one token
     ids = student.tokenizer.encode(_PROBE_TEXT * 8, allow_special=False)[:min(_PROBE_TOKENS, room)]
     probe = publication.learner_probe(student.config, ids, started or 'bfloat16', settings.probe_tolerance or None)
-  return publication.Publisher([], exchange, np.dtype(dtype), mode=settings.publication, probe=probe)
+  if settings.publication != 'native':
+    return publication.Publisher([], exchange, np.dtype(dtype), mode=settings.publication, probe=probe)
+  if settings.engine != 'vllm' or probe is None:
+    raise types.ConfigError("config.rollout.publication='native' is vLLM's, which acknowledges no checksum: set config.rollout.engine='vllm' and "
+                            'config.rollout.probe=True')
+  transfer = native.NativeTransfer(exchange, np.dtype(dtype), environment.ensure(config.vllm.venv))
+  return publication.Publisher([], exchange, np.dtype(dtype), probe=probe, transfer=transfer)
 
 
 def _vllm_dtype(config) -> str:
@@ -213,7 +220,8 @@ def _maker(config, settings, folder: pathlib.Path, log: pathlib.Path, context: i
   devices = _shares(tuple(gpus), settings.replicas)
   return lambda i, share: vllm_process.VllmProcess(
       python, folder, log_path=name(i), slots=settings.slots, max_context=context, dtype=dtype, cores=share, gpus=devices[i],
-      memory_fraction=vllm.memory_fraction, kv_space_gib=vllm.kv_space_gib, bring_up=bring_up, start_timeout_s=vllm.start_timeout_s)
+      memory_fraction=vllm.memory_fraction, kv_space_gib=vllm.kv_space_gib, bring_up=bring_up, start_timeout_s=vllm.start_timeout_s,
+      weight_transfer='nccl' if settings is config.rollout and settings.publication == 'native' else '')
 
 
 def _replicas(stack: contextlib.ExitStack, urls: Sequence[str], make: Callable[[int, tuple[int, ...]], supervision.ServerProcess],

@@ -6,6 +6,7 @@ vLLM pins its torch, so it never shares an environment with the learner, which n
 from __future__ import annotations
 
 import glob
+import json
 import os
 import pathlib
 import shutil
@@ -73,7 +74,8 @@ def install_extension(folder: str | os.PathLike) -> pathlib.Path:
 
 def server_command(python: pathlib.Path, model_folder: str | os.PathLike, port: int, *, slots: int, max_context: int,
                    dtype: str = 'float32', served_name: str = 'policy', kind: str | None = None, tensor_parallel: int = 1,
-                   memory_fraction: float = 0.65, block_size: int = 32, lora_rank: int = 0) -> list[str]:
+                   memory_fraction: float = 0.65, block_size: int = 32, lora_rank: int = 0,
+                   weight_transfer: str = '') -> list[str]:
   """The command of a server with the routes ts_jax uses (the `vllm` command of the CPU build does not start).
 
   Args:
@@ -89,6 +91,7 @@ def server_command(python: pathlib.Path, model_folder: str | os.PathLike, port: 
     memory_fraction: of a GPU's memory (Table 6: 0.65).
     block_size: tokens of a cache block on a CPU.
     lora_rank: largest rank of the adapters that are published to it (8, 16, 32, ...); 0: none are.
+    weight_transfer: backend of vLLM's own weight transfer ('nccl'); empty: it is not used.
   """
   command = [
       str(python), '-m', 'vllm.entrypoints.launchers.api_server.entry', '--model', str(model_folder),
@@ -98,6 +101,8 @@ def server_command(python: pathlib.Path, model_folder: str | os.PathLike, port: 
       'processed_logprobs', '--worker-extension-cls', f'{_MODULE}.WeightExtension']
   if lora_rank:  # two: requests in flight end with the adapter of the version before
     command += ['--enable-lora', '--max-lora-rank', str(lora_rank), '--max-loras', '2']
+  if weight_transfer:
+    command += ['--weight-transfer-config', json.dumps({'backend': weight_transfer})]
   if (kind or accelerator()) == 'cpu':
     return command + ['--enforce-eager', '--block-size', str(block_size)]
   return command + ['--tensor-parallel-size', str(tensor_parallel), '--gpu-memory-utilization', str(memory_fraction)]
