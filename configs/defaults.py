@@ -49,6 +49,11 @@ def get_config() -> config_dict.ConfigDict:
           timeout_s=600.0,  # deadline of one request, restarts of the engine included
           stall_timeout_s=900.0,  # longest silence before an update is given up
           exchange='auto',  # folder for published weights; 'auto': memory if it fits, else the work folder
+          publication='auto',  # 'extension': whole files; 'sparse': changed weights where a replica holds the version before; 'native': vLLM's own
+          # weight transfer (NCCL; GPUs only); 'auto': 'sparse' in 16 bits, else 'extension'
+          publication_dtype='auto',  # of published weights; 'auto': what servers started here compute in, float32 for `urls`
+          probe=True,  # ask each replica for log-probs before and after a publication and compare them with the learner's
+          probe_tolerance=0.0,  # mean absolute difference that passes, nats; 0: that of the replicas' dtype
           replay='',  # a run directory: feed its trajectories at their recorded times instead of sampling
           replay_scale=1.0,  # multiplies recorded times
       ),

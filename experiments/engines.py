@@ -16,8 +16,11 @@ from experiments import learner, wiring
 from ts_jax import types
 from ts_jax.models import source, tokenizer as tokenizer_lib, weights
 from ts_jax.rollout import client as client_lib, process, publication, supervision
+from ts_jax.rollout.publication import native
 from ts_jax.rollout.vllm import environment, process as vllm_process
 
+_PROBE_TEXT = 'The test prints every line of the file that names a folder, sorts them, and counts what is left. '
+_PROBE_TOKENS = 96  # three blocks of vLLM's cache on a CPU
 _WEIGHTS_SLACK = 3  # a publication briefly needs two files, and something should stay free
 
 
@@ -137,7 +140,7 @@ def rollout_engines(config, student: wiring.Student, cores: Sequence[int], logs:
   """Starts the engines (or connects to given URLs); they come up in the background and serve once published to."""
   context = wiring.limits(config).max_context_tokens
   with contextlib.ExitStack() as stack:
-    publisher = publication.Publisher([], exchange)
+    publisher = _publisher(config, student, exchange)
     stack.callback(publisher.close)
     make = _maker(config, config.rollout, student.folder, logs / 'engine', context, compile_cache, config.vllm.gpus,
                   publisher.bring_up_to_date)
@@ -145,6 +148,29 @@ def rollout_engines(config, student: wiring.Student, cores: Sequence[int], logs:
     for client in clients:
       publisher.add(client)
     yield Engines(processes, clients, publisher)
+
+
+def _publisher(config, student: wiring.Student, exchange: pathlib.Path) -> publication.Publisher:
+  settings = config.rollout
+  started = None if settings.urls else _vllm_dtype(config) if settings.engine == 'vllm' else 'float32'  # what the replicas compute in
+  dtype = settings.publication_dtype if settings.publication_dtype != 'auto' else started or 'float32'
+  probe = None
+  if settings.probe:
+    room = wiring.limits(config).max_context_tokens - 1  # it samples one token
+    ids = student.tokenizer.encode(_PROBE_TEXT * 8, allow_special=False)[:min(_PROBE_TOKENS, room)]
+    probe = publication.learner_probe(student.config, ids, started or 'bfloat16', settings.probe_tolerance or None)
+  if settings.publication != 'native':
+    return publication.Publisher([], exchange, np.dtype(dtype), mode=settings.publication, probe=probe)
+  if settings.engine != 'vllm' or probe is None:
+    raise types.ConfigError("config.rollout.publication='native' is vLLM's, which acknowledges no checksum: set config.rollout.engine='vllm' and "
+                            'config.rollout.probe=True')
+  transfer = native.NativeTransfer(exchange, np.dtype(dtype), environment.ensure(config.vllm.venv))
+  return publication.Publisher([], exchange, np.dtype(dtype), probe=probe, transfer=transfer)
+
+
+def _vllm_dtype(config) -> str:
+  """What vLLM servers that are started here compute in."""
+  return config.vllm.dtype if config.vllm.dtype != 'auto' else {'cpu': 'float32', 'cuda': 'bfloat16'}[environment.accelerator()]
 
 
 @contextlib.contextmanager
@@ -188,13 +214,14 @@ def _maker(config, settings, folder: pathlib.Path, log: pathlib.Path, context: i
   if settings.engine != 'vllm':
     raise types.ConfigError(f"engine {settings.engine!r} is unknown: use 'embedded' or 'vllm'")
   python, vllm = environment.ensure(config.vllm.venv), config.vllm
-  dtype = vllm.dtype if vllm.dtype != 'auto' else {'cpu': 'float32', 'cuda': 'bfloat16'}[environment.accelerator()]
+  dtype = _vllm_dtype(config)
   if 0 < len(gpus) < settings.replicas:
     raise types.ConfigError(f'{settings.replicas} replicas on GPUs {list(gpus)}: name at least one GPU for each in config.vllm')
   devices = _shares(tuple(gpus), settings.replicas)
   return lambda i, share: vllm_process.VllmProcess(
       python, folder, log_path=name(i), slots=settings.slots, max_context=context, dtype=dtype, cores=share, gpus=devices[i],
-      memory_fraction=vllm.memory_fraction, kv_space_gib=vllm.kv_space_gib, bring_up=bring_up, start_timeout_s=vllm.start_timeout_s)
+      memory_fraction=vllm.memory_fraction, kv_space_gib=vllm.kv_space_gib, bring_up=bring_up, start_timeout_s=vllm.start_timeout_s,
+      weight_transfer='nccl' if settings is config.rollout and settings.publication == 'native' else '')
 
 
 def _replicas(stack: contextlib.ExitStack, urls: Sequence[str], make: Callable[[int, tuple[int, ...]], supervision.ServerProcess],

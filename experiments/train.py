@@ -128,6 +128,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   else:
     exchange = stack.enter_context(engines_lib.exchange_folder(config, student, workdir))
     engines = stack.enter_context(engines_lib.rollout_engines(config, student, engine_cores, run.logs, exchange, cache))
+    print(f'publish   {engines.publisher.description}', file=sys.stderr)
     teachers, references = (stack.enter_context(engines_lib.teachers(config, found, run.logs, cache)) for found in (teacher, reference))
 
   state = barrier.init(optimizer, student.params())

@@ -40,8 +40,8 @@ def test_a_layer_imports_only_what_lies_below_it(path):
     assert imported(path) <= BELOW[layer] | {layer}
 
 
-# The engine server is a program, and the extension a part of vLLM's.
-LIBRARY = [p for p in sorted((ROOT / 'ts_jax').rglob('*.py')) if p.name not in ('server.py', 'extension.py')]
+# The engine server is a program, the extension a part of vLLM's, and the sender a program beside it.
+LIBRARY = [p for p in sorted((ROOT / 'ts_jax').rglob('*.py')) if p.name not in ('server.py', 'extension.py', 'sender.py')]
 
 
 @pytest.mark.parametrize('path', LIBRARY, ids=lambda p: str(p.relative_to(ROOT)))
@@ -51,4 +51,5 @@ def test_library_code_reads_no_flags_and_knows_no_experiment(path):
 
 
 def test_what_runs_inside_vllm_needs_nothing_of_ours():
-  assert not imported(ROOT / 'ts_jax/rollout/vllm/extension.py') and not imported(ROOT / 'ts_jax/rollout/vllm/guardian.py')
+  for path in ('vllm/extension.py', 'vllm/guardian.py', 'vllm/sender.py', 'publication/sparse.py'):
+    assert not imported(ROOT / 'ts_jax/rollout' / path)

@@ -27,6 +27,8 @@ from ts_jax import types
 _DTYPES = {'F64': np.dtype(np.float64), 'F32': np.dtype(np.float32), 'F16': np.dtype(np.float16),
            'BF16': np.dtype(ml_dtypes.bfloat16)}
 _CODES = {v: k for k, v in _DTYPES.items()}
+_INTEGERS = {'U8': np.dtype(np.uint8), 'U16': np.dtype(np.uint16), 'U32': np.dtype(np.uint32), 'U64': np.dtype(np.uint64)}
+_ALL_CODES = {**_CODES, **{v: k for k, v in _INTEGERS.items()}}
 _MAX_HEADER_BYTES = 100_000_000  # of the specification
 
 
@@ -48,12 +50,17 @@ def dtype_code(dtype) -> str:
     raise types.ConfigError(f'weights cannot be stored as {np.dtype(dtype)}: use one of {[str(d) for d in _CODES]}') from e
 
 
-def read(path: str | Path) -> dict[str, np.ndarray]:
+def read(path: str | Path, integers: bool = False) -> dict[str, np.ndarray]:
   """Maps a file into memory: name -> read-only array backed by the file.
 
+  Args:
+    path: the file.
+    integers: it is not weights, and holds unsigned integers.
+
   Raises:
-    ConfigError: missing, not a safetensors file, cut short, or a dtype that is not a float.
+    ConfigError: missing, not a safetensors file, cut short, or of other dtypes (weights are floats).
   """
+  dtypes = _INTEGERS if integers else _DTYPES
   path = Path(path)
   try:
     with path.open('rb') as f:
@@ -73,9 +80,9 @@ def read(path: str | Path) -> dict[str, np.ndarray]:
   header.pop('__metadata__', None)
   arrays = {}
   for name, entry in header.items():
-    dtype = _DTYPES.get(entry['dtype'])
+    dtype = dtypes.get(entry['dtype'])
     if dtype is None:
-      raise types.ConfigError(f'{path}: tensor {name!r} has dtype {entry["dtype"]}; weights here are one of {list(_DTYPES)}')
+      raise types.ConfigError(f'{path}: tensor {name!r} has dtype {entry["dtype"]}, which is not one of {list(dtypes)}')
     begin, end = entry['data_offsets']
     count = int(np.prod(entry['shape'], dtype=np.int64))
     if 8 + length + end > size or end - begin != count * dtype.itemsize:
@@ -102,7 +109,7 @@ def write(path: str | Path, tensors: Mapping[str, TensorSpec], produce: Callable
   header, offset = {'__metadata__': {'format': 'pt'}}, 0  # transformers insists on the metadata
   for name, (shape, dtype) in tensors.items():
     end = offset + int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    header[name] = {'dtype': dtype_code(dtype), 'shape': list(shape), 'data_offsets': [offset, end]}
+    header[name] = {'dtype': _ALL_CODES.get(np.dtype(dtype)) or dtype_code(dtype), 'shape': list(shape), 'data_offsets': [offset, end]}
     offset = end
   text = json.dumps(header, separators=(',', ':')).encode()
   text += b' ' * (-(8 + len(text)) % 64)  # aligned tensors

@@ -24,6 +24,7 @@ from ts_jax import types
 from ts_jax.models import weights as weights_lib
 from ts_jax.models.config import ModelConfig
 from ts_jax.rollout.engine import core as core_lib
+from ts_jax.rollout.engine import loading
 from ts_jax.rollout.engine import wire
 
 _MAX_BODY_BYTES = 64 * 2**20
@@ -75,7 +76,8 @@ class Server:
 
   def __init__(self, core: core_lib.EngineCore, model: str, eos_ids: tuple[int, ...], checksum: str):
     """Args: core: the engine; model: served name; eos_ids: the model's own stop ids; checksum: of the weights it holds."""
-    self._core, self._model, self._eos_ids, self._checksum = core, model, eos_ids, checksum
+    self._core, self._model, self._eos_ids = core, model, eos_ids
+    self._weights = loading.LoadedWeights(core, checksum)
 
   def app(self) -> web.Application:
     """The aiohttp application."""
@@ -84,7 +86,7 @@ class Server:
         web.post('/inference/v1/generate', self._generate), web.get('/health', self._health), web.get('/v1/models', self._models),
         web.get('/weight_info', self._weight_info), web.post('/pause', self._pause), web.post('/resume', self._resume),
         web.post('/reset_prefix_cache', self._reset), web.post('/collective_rpc', self._rpc),
-        web.post('/update_weight_version', self._set_version)])
+        web.post('/update_weight_version', self._set_version), web.get('/is_paused', self._is_paused)])
     return app
 
   async def _off_loop(self, function, *args):
@@ -123,7 +125,7 @@ class Server:
         {'id': self._model, 'object': 'model', 'owned_by': 'ts_jax', 'max_model_len': self._core.max_context}]})
 
   async def _weight_info(self, request: web.Request) -> web.Response:
-    return web.json_response({'weight_version': self._core.version, 'checksum': self._checksum})
+    return web.json_response({'weight_version': self._core.version, 'checksum': self._weights.checksum})
 
   async def _pause(self, request: web.Request) -> web.Response:
     mode = request.query.get('mode', 'abort')
@@ -150,24 +152,22 @@ class Server:
     await self._off_loop(self._core.set_version, int(version))
     return web.json_response({'weight_version': int(version)})
 
+  async def _is_paused(self, request: web.Request) -> web.Response:
+    return web.json_response({'is_paused': self._core.counts()['paused']})
+
   async def _rpc(self, request: web.Request) -> web.Response:
     body = await _json(request) or {}
-    if body.get('method') != 'load_weights':
-      raise wire.BadRequest(f"method {body.get('method')!r} is not known: load_weights is")
-    args = body.get('args') or []
-    if not 1 <= len(args) <= 2 or not all(isinstance(a, str) for a in args):
-      raise wire.BadRequest('load_weights takes a path and optionally its checksum')
-    checksum = await self._off_loop(self._load, *args)
+    method, args = body.get('method'), tuple(body.get('args') or ())
+    kinds = {'load_weights': (str, str, bool), 'apply_patch': (str, str, str)}.get(method)
+    if kinds is None:
+      raise wire.BadRequest(f'method {method!r} is not known: load_weights and apply_patch are')
+    if method == 'load_weights' and 1 <= len(args) < 3:
+      args += ('', False)[len(args) - 1:]
+    if len(args) != len(kinds) or not all(isinstance(a, k) for a, k in zip(args, kinds)):
+      raise wire.BadRequest({'load_weights': 'load_weights takes a path and optionally its checksum and whether to keep a host copy',
+                             'apply_patch': 'apply_patch takes a path and the checksums before and after'}[method])
+    checksum = await self._off_loop(getattr(self._weights, method), *args)
     return web.json_response({'results': [{'checksum': checksum}]})
-
-  def _load(self, path: str, expected: str | None = None) -> str:
-    checksum = weights_lib.weights_checksum(path)
-    if expected is not None and checksum != expected:
-      raise types.ConfigError(f'weights {path} have checksum {checksum}, but {expected} was announced: the file is damaged or of '
-                              'another version.  The engine keeps its weights; publish again')
-    self._core.load(weights_lib.load_weights_file(path, self._core.config))
-    self._checksum = checksum
-    return checksum
 
 
 def _die_with(parent: int) -> None:

