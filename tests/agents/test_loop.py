@@ -229,7 +229,7 @@ def test_setup_script_runs_before_the_agent_and_its_failure_is_named(make, task_
 
 def test_pool_completes_an_update_in_group_order_under_its_limit(make, template, tmp_path):
   active, most = [0], [0]
-  engine = ScriptedEngine(template, [block('touch made; submit')], delay_s=0.02)
+  engine = ScriptedEngine(template, [block('touch made; submit')], delay_s=0.2)
   inner = engine.generate
 
   async def generate(request):

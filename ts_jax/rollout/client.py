@@ -54,7 +54,7 @@ class EngineClient:
       model: served name; asked from the engine when None.
       timeout_s: deadline of one generate call, all attempts together.
       score_timeout_s: deadline of one score call.
-      await_ready: called after a lost connection, before the next attempt; default polls /health.
+      await_ready: called after a lost connection, before /health is polled and the next attempt made.
       patient: wait for an engine that is gone, until the deadline; else raise `EngineGone` at once (`replicas.ReplicaSet` then
         asks another one).
       hang_timeout_s: how long /health may go unanswered during a call before the engine counts as gone.
@@ -152,9 +152,11 @@ class EngineClient:
     Raises:
       InfrastructureError: it never will (a custom `await_ready` may know).
     """
-    if self._custom_ready is not None:
-      return await self._custom_ready()
-    while not await self._healthy():
+    while True:
+      if self._custom_ready is not None:
+        await self._custom_ready()
+      if await self._healthy():
+        return
       await asyncio.sleep(_READY_POLL_S)
 
   async def _healthy(self) -> bool:
