@@ -1,7 +1,5 @@
 """Engines served for runs elsewhere, as real processes: told, restarted, used by a training run, ended by signals."""
 
-import json
-import pathlib
 import signal
 import subprocess
 import sys
@@ -11,63 +9,12 @@ import psutil
 import pytest
 
 from experiments import serve as serve_lib
-from tests.experiments.conftest import ROOT
+from tests.experiments.conftest import ROOT, Served
 from ts_jax import types
 from ts_jax.rollout import supervision
 from ts_jax.telemetry import rundir
 
 WAIT_S = 240
-
-
-class Served:
-  """A `serve` process, up."""
-
-  def __init__(self, workdir: pathlib.Path, *settings: str):
-    self.errors = open(workdir.parent / f'{workdir.name}.err', 'w+')
-    self.child = subprocess.Popen([sys.executable, '-m', 'experiments.serve', f'--workdir={workdir}', *settings], cwd=ROOT,
-                                  stdout=subprocess.PIPE, stderr=self.errors, text=True)
-    self.lines = []
-    for line in self.child.stdout:
-      self.lines.append(line)
-      if line.startswith('{'):
-        break
-    assert self.lines and self.lines[-1].startswith('{'), self.said()
-    self.told = json.loads(self.lines[-1])
-    self.family = psutil.Process(self.child.pid).children(recursive=True)
-
-  def said(self) -> str:
-    self.errors.seek(0)
-    return self.errors.read()[-3000:]
-
-  def end(self, *signals: int) -> float:
-    """Sends signals, 0.2 s apart; returns the seconds until it has ended.  Nothing of it may be left."""
-    start = time.monotonic()
-    for number in signals:
-      self.child.send_signal(number)
-      time.sleep(0.2)
-    self.child.wait(30)
-    took = time.monotonic() - start
-    _, alive = psutil.wait_procs(self.family, timeout=5)
-    assert not alive, alive
-    return took
-
-
-@pytest.fixture
-def serve():
-  """Starts `serve` processes; whatever is left of them is killed with the test."""
-  running = []
-
-  def begin(*arguments) -> Served:
-    running.append(Served(*arguments))
-    return running[-1]
-
-  yield begin
-  for served in running:
-    for process in [served.child, *served.family]:
-      if process.poll() is None if process is served.child else process.is_running():
-        process.kill()
-    served.child.wait()
-    served.errors.close()
 
 
 def embedded(student):

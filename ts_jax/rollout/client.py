@@ -226,11 +226,12 @@ class EngineClient:
         return answer
       except _NotFound as e:
         # Also an unknown model is not found: by a route that is there.
-        if self._route or (e.status == 404 and await self._has(_GENERATE)):
+        if self._route == _GENERATE or (e.status == 404 and await self._has(_GENERATE)):
           raise
+      if self._route is None:  # else a request beside this one has found out
+        _log.warning('engine %s has no %s (vLLM: --enable-scale-out): asking %s, with versions read before and after', self.url,
+                     _GENERATE, _COMPLETIONS)
       self._route = _COMPLETIONS
-      _log.warning('engine %s has no %s (vLLM: --enable-scale-out): asking %s, with versions read before and after', self.url, _GENERATE,
-                   _COMPLETIONS)
     before = await self._version(where) if versioned else None
     if before in protocol.UNPUBLISHED:
       raise EngineGone('it serves the weights it started with')
