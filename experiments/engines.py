@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -15,10 +16,11 @@ import numpy as np
 from experiments import learner, wiring
 from ts_jax import types
 from ts_jax.models import source, tokenizer as tokenizer_lib, weights
-from ts_jax.rollout import client as client_lib, process, publication, supervision
+from ts_jax.rollout import client as client_lib, process, publication, replicas, supervision, watch
 from ts_jax.rollout.publication import native
 from ts_jax.rollout.vllm import environment, process as vllm_process
 
+Maker = Callable[[int, tuple[int, ...]], supervision.ServerProcess]  # (number of the replica, its cores) -> not yet started
 _PROBE_TEXT = 'The test prints every line of the file that names a folder, sorts them, and counts what is left. '
 _PROBE_TOKENS = 96  # three blocks of vLLM's cache on a CPU
 _WEIGHTS_SLACK = 3  # a publication briefly needs two files, and something should stay free
@@ -100,10 +102,10 @@ def _check_teacher_context(config, holds: int, where: str) -> None:
 
 @dataclasses.dataclass
 class Replicas:
-  """Engines that serve one model: the child processes where we started them, and their clients; the teacher's may be none."""
+  """Engines that serve one model: the child processes where we started them, and the way to all of them; None without a teacher."""
 
   processes: tuple[supervision.ServerProcess, ...]
-  clients: tuple[client_lib.EngineClient, ...]
+  serving: replicas.ReplicaSet | None
 
   def wait_started(self) -> None:
     """Returns when every child serves."""
@@ -125,8 +127,8 @@ def _shares(cores: Sequence[int], replicas: int) -> list[tuple[int, ...]]:
   return [tuple(int(c) for c in part) for part in np.array_split(np.asarray(cores), replicas)]
 
 
-def _readiness(engine: supervision.ServerProcess):
-  """Waits until a restarted engine serves; gives up at once when it is beyond restarting."""
+def _readiness(engine: supervision.ServerProcess | watch.WatchedEngine):
+  """Waits until an engine that was lost serves again; gives up at once when it is beyond restarting."""
   async def wait():
     while not engine.ready.is_set():
       if engine.failure:
@@ -142,12 +144,12 @@ def rollout_engines(config, student: wiring.Student, cores: Sequence[int], logs:
   with contextlib.ExitStack() as stack:
     publisher = _publisher(config, student, exchange)
     stack.callback(publisher.close)
-    make = _maker(config, config.rollout, student.folder, logs / 'engine', context, compile_cache, config.vllm.gpus,
-                  publisher.bring_up_to_date)
-    processes, clients = _replicas(stack, config.rollout.urls, make, _shares(cores, config.rollout.replicas), config.rollout.timeout_s)
-    for client in clients:
+    make = lambda: maker(config, config.rollout, student.folder, logs / 'engine', context, compile_cache, config.vllm.gpus,
+                         publisher.bring_up_to_date)
+    processes, serving = _replicas(stack, config.rollout, config.rollout.urls, make, cores, publisher)
+    for client in serving.clients:
       publisher.add(client)
-    yield Engines(processes, clients, publisher)
+    yield Engines(processes, serving, publisher)
 
 
 def _publisher(config, student: wiring.Student, exchange: pathlib.Path) -> publication.Publisher:
@@ -177,23 +179,35 @@ def _vllm_dtype(config) -> str:
 def teachers(config, found: Teacher | None, logs: pathlib.Path, compile_cache: pathlib.Path):
   """Starts a teacher's engines with their own weights (or connects to given URLs); they come up in the background."""
   if found is None:
-    yield Replicas((), ())
+    yield Replicas((), None)
     return
-  context, settings = _teacher_context(config), config[found.name]
+  settings = config[found.name]
   with contextlib.ExitStack() as stack:
-    # Its weights never change: any version will do, and vLLM's own name for it is none.
-    make = _maker(config, settings, found.folder, logs / found.name, context, compile_cache, config.vllm[f'{found.name}_gpus'],
-                  lambda control: control.set_version(0))
-    scorers = Replicas(*_replicas(stack, found.urls, make, _shares(found.cores, settings.replicas), settings.timeout_s))
-    for client in scorers.clients if found.urls else ():
+    make = lambda: teacher_maker(config, found, logs, compile_cache)
+    scorers = Replicas(*_replicas(stack, settings, found.urls, make, found.cores))
+    for client in scorers.serving.clients if found.urls else ():
       holds = next(iter(client.control.models()), {}).get('max_model_len')
       if holds is not None:  # vLLM and the embedded engine say
         _check_teacher_context(config, int(holds), f'{found.name} {client.url}')
     yield scorers
 
 
-def _maker(config, settings, folder: pathlib.Path, log: pathlib.Path, context: int, compile_cache: pathlib.Path, gpus: Sequence[int],
-           bring_up: Callable) -> Callable[[int, tuple[int, ...]], supervision.ServerProcess]:
+def unpublished_maker(config, student: wiring.Student, logs: pathlib.Path, compile_cache: pathlib.Path, host: str,
+                      port: int | None) -> Maker:
+  """As `maker`, of rollout replicas that wait for the run that will publish to them."""
+  return maker(config, config.rollout, student.folder, logs / 'engine', wiring.limits(config).max_context_tokens, compile_cache,
+               config.vllm.gpus, None, host, port, version=-1)
+
+
+def teacher_maker(config, found: Teacher, logs: pathlib.Path, compile_cache: pathlib.Path, host: str = '127.0.0.1',
+                  port: int | None = None) -> Maker:
+  """As `maker`, of a teacher's replicas.  Its weights never change, so nothing brings them up to date."""
+  return maker(config, config[found.name], found.folder, logs / found.name, _teacher_context(config), compile_cache,
+               config.vllm[f'{found.name}_gpus'], None, host, port)
+
+
+def maker(config, settings, folder: pathlib.Path, log: pathlib.Path, context: int, compile_cache: pathlib.Path, gpus: Sequence[int],
+          bring_up: Callable | None, host: str = '127.0.0.1', port: int | None = None, version: int = 0) -> Maker:
   """Makes a replica from its number and cores.
 
   Args:
@@ -205,12 +219,15 @@ def _maker(config, settings, folder: pathlib.Path, log: pathlib.Path, context: i
     compile_cache: of the embedded engine.
     gpus: of all replicas together.
     bring_up: see `supervision.ServerProcess`.
+    host: address of the interface they listen on.
+    port: of the first; the others follow it.  None: free ones.
+    version: of the folder's weights, for the embedded engine; -1: none until it is published to.
   """
-  name = lambda i: log.with_name(f'{log.name}-{i}.log')
+  place = lambda i: dict(log_path=log.with_name(f'{log.name}-{i}.log'), host=host, port=port and port + i)
   if settings.engine == 'embedded':
     return lambda i, share: process.EngineProcess(
-        folder, log_path=name(i), slots=settings.slots, max_context=context, prefix_store_mb=config.rollout.prefix_store_mb,
-        cores=share, compile_cache=compile_cache, warm_up=context, bring_up=bring_up)
+        folder, **place(i), slots=settings.slots, max_context=context, prefix_store_mb=config.rollout.prefix_store_mb,
+        cores=share, version=version, compile_cache=compile_cache, warm_up=context, bring_up=bring_up)
   if settings.engine != 'vllm':
     raise types.ConfigError(f"engine {settings.engine!r} is unknown: use 'embedded' or 'vllm'")
   python, vllm = environment.ensure(config.vllm.venv), config.vllm
@@ -219,25 +236,40 @@ def _maker(config, settings, folder: pathlib.Path, log: pathlib.Path, context: i
     raise types.ConfigError(f'{settings.replicas} replicas on GPUs {list(gpus)}: name at least one GPU for each in config.vllm')
   devices = _shares(tuple(gpus), settings.replicas)
   return lambda i, share: vllm_process.VllmProcess(
-      python, folder, log_path=name(i), slots=settings.slots, max_context=context, dtype=dtype, cores=share, gpus=devices[i],
+      python, folder, **place(i), slots=settings.slots, max_context=context, dtype=dtype, cores=share, gpus=devices[i],
       memory_fraction=vllm.memory_fraction, kv_space_gib=vllm.kv_space_gib, bring_up=bring_up, start_timeout_s=vllm.start_timeout_s,
       weight_transfer='nccl' if settings is config.rollout and settings.publication == 'native' else '')
 
 
-def _replicas(stack: contextlib.ExitStack, urls: Sequence[str], make: Callable[[int, tuple[int, ...]], supervision.ServerProcess],
-              shares: Sequence[tuple[int, ...]], timeout_s: float):
-  """(processes, clients): of engines that run at `urls`, or of new ones, one for each share of cores, that end with `stack`."""
-  if urls:
-    clients = tuple(client_lib.EngineClient(u, timeout_s=timeout_s, score_timeout_s=timeout_s) for u in urls)
-    for client in clients:
-      client.control.health()
-    return (), clients
-  processes = tuple(make(i, share) for i, share in enumerate(shares))
+def start(stack: contextlib.ExitStack, make: Maker, cores: Sequence[int], count: int,
+          servers: list | None = None) -> tuple[supervision.ServerProcess, ...]:
+  """Starts replicas that divide the cores, in the background; all end, together, with `stack`.  `servers` receives them first."""
+  processes = tuple(make(i, share) for i, share in enumerate(_shares(cores, count)))
+  if servers is not None:
+    servers.extend(processes)
+  stack.callback(_stop, processes)
   for engine in processes:
-    stack.callback(engine.stop)
     engine.start(wait=False)
-  return processes, tuple(
-      client_lib.EngineClient(p.url, timeout_s=timeout_s, score_timeout_s=timeout_s, await_ready=_readiness(p)) for p in processes)
+  return processes
+
+
+def _stop(engines: Sequence[supervision.ServerProcess | watch.WatchedEngine]) -> None:
+  with concurrent.futures.ThreadPoolExecutor(max(1, len(engines))) as pool:
+    list(pool.map(lambda engine: engine.stop(), engines))
+
+
+def _replicas(stack: contextlib.ExitStack, settings, urls: Sequence[str], make: Callable[[], Maker], cores: Sequence[int],
+              publisher: publication.Publisher | None = None):
+  """(processes, replica set): of engines that run at `urls`, which are watched, or of new ones, that end with `stack`."""
+  if urls:
+    watched = tuple(watch.WatchedEngine(url, publisher) for url in urls)
+    stack.callback(_stop, watched)
+    for engine in watched:
+      engine.start()
+  processes = () if urls else start(stack, make(), cores, settings.replicas)
+  return processes, replicas.ReplicaSet([
+      client_lib.EngineClient(engine.url, timeout_s=settings.timeout_s, score_timeout_s=settings.timeout_s, patient=False,
+                              await_ready=_readiness(engine)) for engine in (watched if urls else processes)], settings.timeout_s)
 
 
 @contextlib.contextmanager

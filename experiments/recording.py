@@ -54,8 +54,8 @@ def _sample(config, run: rundir.RunDirectory, updates: list[int], engine_cores: 
     for replicas in (engines, teachers, references):
       replicas.wait_started()
     engines.publisher.publish(student.params(), student.config, 0)
-    agents = stack.enter_context(wiring.agent_pool(config, student, box, engines.clients, events.append, teachers.clients,
-                                                   references.clients))
+    agents = stack.enter_context(wiring.agent_pool(config, student, box, engines.serving, events.append,
+                                                   {'teacher': teachers.serving, 'reference': references.serving}))
     run.write_manifest({**rundir.environment_facts(), 'model': config.model.source, 'model_folder': str(student.folder),
                         'model_checksum': weights.weights_checksum(student.folder),
                         'task_families': {t.task_id: t.family for t in tasks.all}, 'sandbox': box.backend.description,

@@ -16,7 +16,7 @@ from ts_jax.agents import environment, limits as limits_lib, loop, pool, prompt 
 from ts_jax.data import demonstrations, generator, splits, tasks as tasks_lib, validate, verifier as verifier_lib
 from ts_jax.models import chat, source, tokenizer as tokenizer_lib, weights
 from ts_jax.models.config import ModelConfig
-from ts_jax.rollout import client as client_lib
+from ts_jax.rollout import replicas
 from ts_jax.telemetry import progress as progress_lib
 
 
@@ -158,15 +158,11 @@ def sandbox(config) -> sandbox_lib.Sandbox:
   return sandbox_lib.Sandbox(backend)
 
 
-def agent_pool(config, student: Student, box: sandbox_lib.Sandbox, clients: Sequence[client_lib.EngineClient],
-               emit: Callable[[Any], None], teachers: Sequence[client_lib.EngineClient] = (),
-               references: Sequence[client_lib.EngineClient] = ()) -> pool.AgentPool:
-  """The agents; every event and span goes to `emit`; with teachers, or references, every turn is scored by one of them."""
-  verifier = verifier_lib.Verifier(box)
+def agent_pool(config, student: Student, box: sandbox_lib.Sandbox, engines: replicas.ReplicaSet, emit: Callable[[Any], None],
+               scorers: Mapping[str, replicas.ReplicaSet | None]) -> pool.AgentPool:
+  """The agents; every event and span goes to `emit`; every turn is scored by each of the scorers there are."""
   setup = loop.AgentSetup(
       environment_factory=lambda task: environment.TerminalEnvironment(box, task.path), template=student.template,
-      verifier=verifier, limits=limits(config), retries=config.agent.retries)
-  factories, teacher_factories, reference_factories = (
-      [lambda client=client: client for client in group] for group in (clients, teachers, references))
-  return pool.AgentPool(setup, factories, run_seed=config.seed, concurrency=config.agent.concurrency, emit_event=emit, emit_span=emit,
-                        teacher_factories=teacher_factories, reference_factories=reference_factories)
+      verifier=verifier_lib.Verifier(box), limits=limits(config), retries=config.agent.retries)
+  return pool.AgentPool(setup, engines, run_seed=config.seed, concurrency=config.agent.concurrency, emit_event=emit, emit_span=emit,
+                        scorers={name: scorer for name, scorer in scorers.items() if scorer is not None})

@@ -11,7 +11,7 @@ from ts_jax.agents import limits as limits_lib
 from ts_jax.agents import loop as loop_lib
 from ts_jax.agents import pool as pool_lib
 from ts_jax.agents import prompt
-from ts_jax.rollout import protocol
+from ts_jax.rollout import protocol, replicas
 
 Finish = types.FinishReason
 Verdict = collections.namedtuple('Verdict', 'reward tests_passed')
@@ -43,6 +43,9 @@ class ScriptedEngine:
     finish = Finish.STOP if len(ids) <= request.max_tokens else Finish.LENGTH
     ids = ids[:request.max_tokens]
     return types.SampledTokens(ids, (-0.5,) * len(ids), self.version, self.version, finish)
+
+  async def close(self):
+    pass
 
 
 class Run:
@@ -89,7 +92,7 @@ def failing(times, error):
 
 def make_pool(run, engines=None, concurrency=4, **kwargs):
   events = queue.Queue()
-  pool = pool_lib.AgentPool(run.setup, engines or [lambda: run.engine], run_seed=42, concurrency=concurrency,
+  pool = pool_lib.AgentPool(run.setup, replicas.ReplicaSet(engines or [run.engine]), run_seed=42, concurrency=concurrency,
                             emit_event=events.put_nowait, emit_span=lambda span: None, **kwargs)
   return pool, events
 

@@ -11,6 +11,7 @@ from tests.agents.scripted import block, drain, groups_of, kinds, make_pool, Scr
 from ts_jax import types
 from ts_jax.agents import teacher as teacher_lib
 from ts_jax.rollout import client as client_lib
+from ts_jax.rollout import replicas
 from ts_jax.rollout import supervision
 
 
@@ -238,12 +239,13 @@ def test_a_cancelled_trajectory_leaves_no_score_behind(make):
 
 
 def test_groups_stay_with_one_teacher_replica_and_clients_are_closed(make):
-  teachers = [FakeTeacher() for _ in range(2)]
+  teachers = [FakeTeacher(lambda turn: asyncio.sleep(0.3)) for _ in range(2)]
   run = make([block('submit')])
-  pool, _ = make_pool(run, teacher_factories=[lambda t=t: t for t in teachers])
+  pool, _ = make_pool(run, concurrency=6, scorers={'teacher': replicas.ReplicaSet(teachers)})
   with pool:
     trajectories = pool.submit_update(0, 0, groups_of(run, [2, 2, 2])).result(30)
-  assert [{c[2].split('-')[1] for c in t.calls} for t in teachers] == [{'0', '2'}, {'1'}]
+  served = [{c[2].split('-')[1] for c in t.calls} for t in teachers]
+  assert not served[0] & served[1] and served[0] | served[1] == {'0', '1', '2'} and all(served)
   assert all(t.completion_teacher_log_probs for t in trajectories) and all(t.closed for t in teachers)
 
 
@@ -251,7 +253,7 @@ def test_groups_stay_with_one_teacher_replica_and_clients_are_closed(make):
 def test_evaluations_are_not_scored(make, own):
   teacher = FakeTeacher()
   run = make([block('submit')], teacher=teacher if own else None)
-  pool, _ = make_pool(run, teacher_factories=[] if own else [lambda: teacher])
+  pool, _ = make_pool(run, scorers={} if own else {'teacher': replicas.ReplicaSet([teacher])})
   with pool:
     (t,) = pool.submit_update(-1, 0, groups_of(run, [1])).result(30)
   assert teacher.calls == [] and t.completion_teacher_log_probs is None and t.reward == 1.0
@@ -271,7 +273,7 @@ def test_an_unreachable_teacher_ends_the_update_after_its_clients_deadline(make)
   url = f'http://127.0.0.1:{supervision.free_port()}'
   run = make([block('submit')])
   run.setup = dataclasses.replace(run.setup, retries=2)
-  pool, events = make_pool(run, teacher_factories=[lambda: client_lib.EngineClient(url, score_timeout_s=0.5)])
+  pool, events = make_pool(run, scorers={'teacher': replicas.ReplicaSet([client_lib.EngineClient(url, patient=False)], timeout_s=0.5)})
   with pool:
     with pytest.raises(types.InfrastructureError, match=rf'turn 0 of trajectory \(4, 0, 0\): engine {url}.*within 0.5 s'):
       pool.submit_update(4, 0, groups_of(run, [1])).result(30)

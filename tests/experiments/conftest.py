@@ -1,10 +1,13 @@
-"""A tiny student with the real tokenizer, and training runs as real processes."""
+"""A tiny student with the real tokenizer, and training runs and served engines as real processes."""
 
+import json
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax
+import psutil
 import pytest
 
 from ts_jax.models import llama, source, weights
@@ -48,3 +51,54 @@ def start(train_command):
     if child.poll() is None:
       child.kill()
     child.wait()
+
+
+class Served:
+  """A `serve` process, up."""
+
+  def __init__(self, workdir: pathlib.Path, *settings: str):
+    self.errors = open(workdir.parent / f'{workdir.name}.err', 'w+')
+    self.child = subprocess.Popen([sys.executable, '-m', 'experiments.serve', f'--workdir={workdir}', *settings], cwd=ROOT,
+                                  stdout=subprocess.PIPE, stderr=self.errors, text=True)
+    self.lines = []
+    for line in self.child.stdout:
+      self.lines.append(line)
+      if line.startswith('{'):
+        break
+    assert self.lines and self.lines[-1].startswith('{'), self.said()
+    self.told = json.loads(self.lines[-1])
+    self.family = psutil.Process(self.child.pid).children(recursive=True)
+
+  def said(self) -> str:
+    self.errors.seek(0)
+    return self.errors.read()[-3000:]
+
+  def end(self, *signals: int) -> float:
+    """Sends signals, 0.2 s apart; returns the seconds until it has ended.  Nothing of it may be left."""
+    start = time.monotonic()
+    for number in signals:
+      self.child.send_signal(number)
+      time.sleep(0.2)
+    self.child.wait(30)
+    took = time.monotonic() - start
+    _, alive = psutil.wait_procs(self.family, timeout=5)
+    assert not alive, alive
+    return took
+
+
+@pytest.fixture
+def serve():
+  """Starts `serve` processes; whatever is left of them is killed with the test."""
+  running = []
+
+  def begin(*arguments) -> Served:
+    running.append(Served(*arguments))
+    return running[-1]
+
+  yield begin
+  for served in running:
+    for process in [served.child, *served.family]:
+      if process.poll() is None if process is served.child else process.is_running():
+        process.kill()
+    served.child.wait()
+    served.errors.close()

@@ -59,7 +59,7 @@ def test_only_distillation_has_a_teacher(config, student):
   assert load(config, student) is None
   with engines.teachers(config, None, None, None) as scorers:
     scorers.wait_started()
-    assert scorers.clients == ()
+    assert scorers.serving is None
 
 
 @pytest.mark.parametrize('settings, told', [
@@ -130,19 +130,19 @@ def test_a_real_teacher_process_scores_trajectories_as_its_model_does(config, st
 
   def sampled(teachers, update, max_context_tokens):
     run = scripted.Run(student.template, box, tmp_path / 'task', replies, max_turns=3, max_context_tokens=max_context_tokens)
-    pool, _ = scripted.make_pool(run, teacher_factories=[lambda c=c: c for c in teachers])
+    pool, _ = scripted.make_pool(run, scorers={} if teachers is None else {'teacher': teachers})
     with pool:
       return pool.submit_update(update, 0, scripted.groups_of(run, [3, 2])).result(120)
 
   with sandbox_lib.Sandbox(sandbox_lib.Sandbox.probe(), folder=tmp_path) as box:
-    whole = sampled((), 0, 1024)[0]
+    whole = sampled(None, 0, 1024)[0]
     config.agent.max_context_tokens = len(whole.prompt_ids) + len(whole.completion_ids) - 2
     with engines.teachers(config, load(config, student), tmp_path, tmp_path / 'xla') as scorers:
       scorers.wait_started()
-      trajectories = sampled(scorers.clients, 0, config.agent.max_context_tokens)
+      trajectories = sampled(scorers.serving, 0, config.agent.max_context_tokens)
       config.teacher.update(dict(urls=(scorers.processes[0].url,), source=''))
       with engines.teachers(config, load(config, student), tmp_path, tmp_path / 'xla') as connected:
-        trajectories += sampled(connected.clients, 1, config.agent.max_context_tokens)
+        trajectories += sampled(connected.serving, 1, config.agent.max_context_tokens)
       config.agent.max_context_tokens += 1
       with pytest.raises(types.ConfigError, match='has a context of .* lower config.agent.max_context_tokens'):
         with engines.teachers(config, load(config, student), tmp_path, tmp_path / 'xla'):

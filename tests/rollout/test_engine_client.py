@@ -145,3 +145,112 @@ def test_sampling_seeds_depend_on_what_is_sampled_only():
 def test_nonsensical_requests_are_refused_at_construction(changes):
   with pytest.raises(ValueError):
     GenerateRequest(**dict(token_ids=(1,), max_tokens=1) | changes)
+
+
+# Servers without the generate route.
+
+
+class Completions:
+  """A server that has /v1/completions only, as vLLM's answers there; `versions` are what it states, one after the other."""
+
+  def __init__(self, versions=(3,), refusal=403, reply=None):
+    self.versions, self.refusal, self.asked = list(versions), refusal, []
+    self.reply = reply or {'choices': [{
+        'token_ids': [4, 5], 'finish_reason': 'length', 'prompt_logprobs': [None, {'8': {'logprob': -0.5}}],
+        'logprobs': {'tokens': ['token_id:4', 'token_id:5'], 'token_logprobs': [-1.0, -2.0]}}]}
+
+  async def refuse(self, _):
+    self.asked.append('generate')
+    return web.json_response({'error': {'message': 'disabled'}}, status=self.refusal)
+
+  async def version(self, _):
+    return web.json_response({'weight_version': str(self.versions.pop(0) if len(self.versions) > 1 else self.versions[0])})
+
+  async def complete(self, request):
+    self.asked.append(await request.json())
+    return web.json_response(self.reply)
+
+  def __call__(self, *calls, patient=False, weight_info=True):
+    """Answers of calls on one client, or their errors."""
+    async def go():
+      app = web.Application()
+      app.add_routes([web.post('/v1/completions', self.complete), web.get('/health', healthy)])
+      if self.refusal == 403:
+        app.add_routes([web.post('/inference/v1/generate', self.refuse)])
+      if weight_info:
+        app.add_routes([web.get('/weight_info', self.version)])
+      runner = web.AppRunner(app, shutdown_timeout=0.1)
+      await runner.setup()
+      port = supervision.free_port()
+      await web.TCPSite(runner, '127.0.0.1', port).start()
+      try:
+        async with client_lib.EngineClient(f'http://127.0.0.1:{port}', model='m', timeout_s=5.0, patient=patient) as client:
+          return await asyncio.gather(*(call(client) for call in calls), return_exceptions=True)
+      finally:
+        await runner.cleanup()
+    return asyncio.run(go())
+
+
+def sampling(**changes):
+  return lambda client: client.generate(GenerateRequest(**dict(token_ids=(1, 2), max_tokens=2, seed=9, stop_token_ids=(2,)) | changes))
+
+
+@pytest.mark.parametrize('refusal', [403, 404])
+def test_completions_are_asked_the_same_where_the_generate_route_is_closed(refusal, caplog):
+  server = Completions(refusal=refusal)
+  replies = server(sampling(), sampling(), sampling())  # at once: each finds the route closed
+  assert replies == [types.SampledTokens((4, 5), (-1.0, -2.0), 3, 3, types.FinishReason.LENGTH)] * 3
+  asked = [body for body in server.asked if body != 'generate']
+  assert asked[0] == asked[1] == asked[2] == {
+      'model': 'm', 'prompt': [1, 2], 'stream': False, 'max_tokens': 2, 'temperature': 1.0, 'top_p': 1.0, 'top_k': 0, 'min_p': 0.0,
+      'repetition_penalty': 1.0, 'seed': 9, 'logprobs': 0, 'stop_token_ids': [2], 'ignore_eos': False, 'return_token_ids': True,
+      'return_tokens_as_token_ids': True}
+  assert caplog.text.count('has no /inference/v1/generate') == 1
+
+
+def test_a_version_that_changed_around_a_completion_is_caught():
+  (error,) = Completions(versions=(3, 4))(sampling(expected_version=4))
+  assert isinstance(error, types.PolicyVersionError) and '3..4, expected 4' in str(error)
+  (reply,) = Completions(versions=(3, 4))(sampling())
+  assert (reply.version_start, reply.version_end) == (3, 4)
+  (error,) = Completions(versions=(4, 3))(sampling())  # it came back with an older one
+  assert isinstance(error, types.InfrastructureError) and 'runs backwards' in str(error)
+
+
+def test_an_unpublished_server_is_not_asked_for_completions():
+  server = Completions(versions=('default',))
+  (error,) = server(sampling())
+  assert isinstance(error, client_lib.EngineGone) and not error.answered and server.asked == ['generate']
+
+
+def test_completions_score_without_a_version():
+  server = Completions(versions=('default',))
+  (scores,) = server(lambda client: client.score((7, 8), 1))
+  assert scores == (-0.5,) and server.asked[-1]['prompt_logprobs'] == 0 and 'skip_reading_prefix_cache' not in server.asked[-1]
+
+
+@pytest.mark.parametrize('choice, told', [
+    (dict(token_ids=None), 'not a completion with token ids'),
+    (dict(logprobs={'tokens': ['token_id:4'], 'token_logprobs': [-1.0, -2.0]}), 'not a completion with token ids'),
+    (dict(logprobs={'tokens': ['token_id:9', 'token_id:5'], 'token_logprobs': [-1.0, -2.0]}), 'log-prob is of token 9'),
+    (dict(logprobs=None), '2 sampled ids but 0 log-probs'),
+])
+def test_completions_that_make_no_sense_are_clear_errors(choice, told):
+  server = Completions()
+  server.reply['choices'][0] |= choice
+  (error,) = server(sampling())
+  assert isinstance(error, types.InfrastructureError) and told in str(error)
+
+
+def test_a_server_that_states_no_version_says_what_it_lacks():
+  (error,) = Completions()(sampling(), weight_info=False)
+  assert isinstance(error, types.ConfigError) and '--enable-scale-out' in str(error)
+
+
+def test_an_impatient_client_gives_a_lost_engine_up_at_once():
+  async def go():
+    async with client_lib.EngineClient(f'http://127.0.0.1:{supervision.free_port()}', patient=False) as client:
+      await client.generate(GenerateRequest((1,), 2, request_id='r7'))
+  with pytest.raises(client_lib.EngineGone, match="request 'r7': ClientConnectorError") as e:
+    asyncio.run(go())
+  assert not e.value.answered

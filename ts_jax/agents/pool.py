@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
-import inspect
-import itertools
 import logging
 import threading
 import traceback
-from typing import Any, Callable, Collection, Sequence
+from typing import Any, Callable, Collection, Mapping, Sequence
 
 from ts_jax import types
 from ts_jax.agents import loop as loop_lib
+from ts_jax.rollout import replicas
 
+_START_DEADLINE_S = 30.0
 _CLOSE_DEADLINE_S = 60.0
 _log = logging.getLogger(__name__)
 
@@ -29,36 +30,30 @@ class AgentPool:
   one `RolloutFailed` is emitted.  Use as a context manager: leaving it, also by Ctrl-C, ends every environment.
   """
 
-  def __init__(self, setup: loop_lib.AgentSetup, engine_factories: Sequence[Callable[[], Any]], *, run_seed: int,
-               concurrency: int, emit_event: loop_lib.EmitEvent, emit_span: loop_lib.EmitSpan,
-               verify_concurrency: int | None = None, teacher_factories: Sequence[Callable[[], Any]] = (),
-               reference_factories: Sequence[Callable[[], Any]] = ()):
+  def __init__(self, setup: loop_lib.AgentSetup, engines: replicas.ReplicaSet, *, run_seed: int, concurrency: int,
+               emit_event: loop_lib.EmitEvent, emit_span: loop_lib.EmitSpan, verify_concurrency: int | None = None,
+               scorers: Mapping[str, replicas.ReplicaSet] | None = None):
     """Call `start` before `submit_update`.
 
     Args:
       setup: shared by all trajectories.
-      engine_factories: one per replica, called inside the pool's thread (clients belong to an event loop); each returns a
-        client, or an awaitable of one.  A group stays with one replica, for its prefix cache.  `aclose` or `close` of a
-        client is called at the end.
+      engines: the rollout replicas, from now on this pool's; closed at the end.
       run_seed: root of the sampling seeds.
       concurrency: trajectories that sample at once.
       emit_event: receives rollout events, in the pool's thread; must not block (a queue's `put_nowait`).
       emit_span: receives spans, likewise.
       verify_concurrency: verifications at once; default `concurrency`.
-      teacher_factories: one per replica of the teacher, as `engine_factories`; they take the place of `setup.teacher`.
-      reference_factories: of the reference model, likewise.
+      scorers: replicas of the teacher and the reference, by their names in `types.SCORERS`, likewise; they take the place of
+        `setup.teacher` and `setup.reference`.
 
     Raises:
-      ConfigError: a limit is not positive, or there is no engine.
+      ConfigError: a limit is not positive.
     """
     verify_concurrency = concurrency if verify_concurrency is None else verify_concurrency
     if concurrency < 1 or verify_concurrency < 1:
       raise types.ConfigError(f'concurrency={concurrency} and verify_concurrency={verify_concurrency} must be at least 1')
-    if not engine_factories:
-      raise types.ConfigError('the agent pool has no engine: name at least one')
     self._setup, self._run_seed = setup, run_seed
-    self._engine_factories = list(engine_factories)
-    self._scorer_factories = {'teacher': list(teacher_factories), 'reference': list(reference_factories)}
+    self._engines, self._scorers = engines, dict(scorers or {})
     self._limits = (concurrency, verify_concurrency)
     self._emit_event, self._emit_span = emit_event, emit_span
     self._thread = threading.Thread(target=self._run, name='agent-pool', daemon=True)
@@ -67,15 +62,15 @@ class AgentPool:
     self._failure: BaseException | None = None
 
   def start(self) -> 'AgentPool':
-    """Starts the thread and its clients.
+    """Starts the thread.
 
     Raises:
-      InfrastructureError: a client could not be made.
+      InfrastructureError: it did not come up.
     """
     self._thread.start()
-    self._ready.wait()
-    if self._failure is not None:
-      raise types.InfrastructureError(f'the agent pool did not start: {self._failure}') from self._failure
+    if not self._ready.wait(_START_DEADLINE_S) or self._failure is not None:
+      why = self._failure or f'not within {_START_DEADLINE_S:.0f} s'
+      raise types.InfrastructureError(f'the agent pool did not start: {why}') from self._failure
     return self
 
   def submit_update(self, update: int, policy_version: int, groups: Groups,
@@ -142,25 +137,16 @@ class AgentPool:
     self._stop = asyncio.Event()
     self._slots, self._verify_slots = (asyncio.Semaphore(n) for n in self._limits)
     self._updates: set[asyncio.Task] = set()
-    self._engines, self._scorers = [], {name: [] for name in self._scorer_factories}
+    self._loop = asyncio.get_running_loop()
+    self._ready.set()
     try:
-      for clients, factories in ((self._engines, self._engine_factories),
-                                 *((self._scorers[name], factories) for name, factories in self._scorer_factories.items())):
-        for factory in factories:
-          client = factory()
-          clients.append(await client if inspect.isawaitable(client) else client)
-      self._loop = asyncio.get_running_loop()
-      self._ready.set()
       await self._stop.wait()
     finally:
       for task in self._updates:
         task.cancel()
       await asyncio.gather(*self._updates, return_exceptions=True)
-      for client in itertools.chain(self._engines, *self._scorers.values()):
-        close = getattr(client, 'aclose', None) or getattr(client, 'close', None)
-        done = close() if close is not None else None
-        if inspect.isawaitable(done):
-          await done
+      for engines in (self._engines, *self._scorers.values()):
+        await engines.close()
 
   async def _run_update(self, update: int, policy_version: int, groups: Groups,
                         skip: frozenset[tuple[int, int]]) -> tuple[types.Trajectory, ...]:
@@ -171,14 +157,11 @@ class AgentPool:
     try:
       async with asyncio.TaskGroup() as trajectories:
         for plan, task in groups:
-          engine, setup = self._engines[plan.index % len(self._engines)], self._setup_of(update, plan.index)
           for index in (i for i in range(plan.size) if (plan.index, i) not in skip):
             await self._slots.acquire()
             release = _once(self._slots.release)
             assignment = loop_lib.Assignment(update, plan.index, index, task, plan.prompt_ids, policy_version, self._run_seed)
-            running.append(trajectories.create_task(loop_lib.run_trajectory(
-                assignment, setup, engine, emit_event=self._emit_event, emit_span=self._emit_span, on_content=release,
-                verify_slots=self._verify_slots)))
+            running.append(trajectories.create_task(self._run_trajectory(assignment, release)))
             running[-1].add_done_callback(lambda _, release=release: release())
     except BaseExceptionGroup as failures:
       first = _first(failures)
@@ -187,10 +170,21 @@ class AgentPool:
       raise first from None
     return tuple(t.result() for t in running)
 
-  def _setup_of(self, update: int, group: int) -> loop_lib.AgentSetup:
-    if update < 0:
-      return dataclasses.replace(self._setup, **dict.fromkeys(self._scorers))
-    return dataclasses.replace(self._setup, **{name: clients[group % len(clients)] for name, clients in self._scorers.items() if clients})
+  async def _run_trajectory(self, assignment: loop_lib.Assignment, release: Callable[[], None]) -> types.Trajectory:
+    """One trajectory with sessions of its own; `release` is called when it samples no more."""
+    group = (assignment.update, assignment.group)
+    with contextlib.ExitStack() as stack:
+      engine = stack.enter_context(self._engines.session(group))
+      scorers = dict.fromkeys(types.SCORERS) if assignment.update < 0 else {
+          name: stack.enter_context(scorer.session(group)) for name, scorer in self._scorers.items()}
+
+      def sampled() -> None:
+        engine.release()
+        release()
+
+      return await loop_lib.run_trajectory(
+          assignment, dataclasses.replace(self._setup, **scorers), engine, emit_event=self._emit_event, emit_span=self._emit_span,
+          on_content=sampled, verify_slots=self._verify_slots)
 
 
 def _once(call: Callable[[], None]) -> Callable[[], None]:

@@ -1,4 +1,7 @@
-"""What client and engine say to each other: vLLM's generate route, and the parts of it that ts_jax uses."""
+"""What client and engine say to each other: vLLM's generate route, and the parts of it that ts_jax uses.
+
+A server without that route is asked through `completions`, which translates both ways; so every check is made once.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from typing import Any
 from ts_jax import types
 
 MAX_SEED = 2**63 - 1
+UNPUBLISHED = ('default', -1)  # versions stated by engines that nobody has published to: vLLM's, and the embedded engine's
+# Whole-distribution sampling, said explicitly: a server may have other defaults of its own or of the model.
+_WHOLE_DISTRIBUTION = {'top_p': 1.0, 'top_k': 0, 'min_p': 0.0, 'repetition_penalty': 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +78,8 @@ def generate_body(request: GenerateRequest, model: str) -> dict[str, Any]:
   return {
       'model': model, **_named(request.request_id), 'token_ids': list(request.token_ids), 'stream': False,
       'sampling_params': {
-          'max_tokens': request.max_tokens, 'temperature': request.temperature, 'seed': request.seed, 'logprobs': 0,
-          'stop_token_ids': list(request.stop_token_ids), 'ignore_eos': request.ignore_eos, 'detokenize': False}}
+          'max_tokens': request.max_tokens, 'temperature': request.temperature, **_WHOLE_DISTRIBUTION, 'seed': request.seed,
+          'logprobs': 0, 'stop_token_ids': list(request.stop_token_ids), 'ignore_eos': request.ignore_eos, 'detokenize': False}}
 
 
 def score_body(token_ids: tuple[int, ...], model: str, request_id: str, reuse: bool) -> dict[str, Any]:
@@ -89,9 +95,9 @@ def _named(request_id: str) -> dict[str, str]:
 
 
 def is_unpublished(reply: Any) -> bool:
-  """The tokens come from weights that nobody published: a vLLM server that has just started serves such."""
+  """The tokens come from weights that nobody published: a server that has just started serves such."""
   try:
-    return any(span['version'] == 'default' for choice in reply['choices'] for span in choice.get('weight_versions') or [])
+    return any(span['version'] in UNPUBLISHED for choice in reply['choices'] for span in choice.get('weight_versions') or [])
   except (KeyError, TypeError, AttributeError):
     return False
 

@@ -18,12 +18,23 @@ from ts_jax.rollout import control as control_lib
 
 _WATCH_S = 0.2
 _LOG_TAIL_BYTES = 3000
+_GRACE_S = 5.0  # from SIGTERM to SIGKILL
+_END_DEADLINE_S = 10.0  # for the kernel to end what was killed, and for the supervisor to notice
+_STARTED_MARGIN_S = 120.0  # beyond a start's own deadline, for the calls in it to meet theirs
+_STEADY_S = 600.0  # of service, after which earlier deaths are forgiven
 
 
-def free_port() -> int:
-  """A TCP port nobody listens on at the moment."""
+def free_port(host: str = '127.0.0.1') -> int:
+  """A TCP port of the interface nobody listens on at the moment.
+
+  Raises:
+    ConfigError: the machine has no such address.
+  """
   with socket.socket() as s:
-    s.bind(('127.0.0.1', 0))
+    try:
+      s.bind((host, 0))
+    except OSError as e:
+      raise types.ConfigError(f'{host!r} is not an IPv4 address of this machine ({e})') from e
     return s.getsockname()[1]
 
 
@@ -34,23 +45,24 @@ class ServerProcess(abc.ABC):
   ready.  A supervisor thread restarts it when it dies, reports itself dead, or stops answering.
   """
 
-  def __init__(self, command: Sequence[str], *, port: int, log_path: str | pathlib.Path, environment: Mapping[str, str] | None = None,
-               bring_up: Callable[[control_lib.EngineControl], None] | None = None, start_timeout_s: float = 180.0,
-               hang_timeout_s: float = 60.0, max_restarts: int = 5):
+  def __init__(self, command: Sequence[str], *, port: int, log_path: str | pathlib.Path, host: str = '127.0.0.1',
+               environment: Mapping[str, str] | None = None, bring_up: Callable[[control_lib.EngineControl], None] | None = None,
+               start_timeout_s: float = 180.0, hang_timeout_s: float = 60.0, max_restarts: int = 5):
     """Describes the engine; `start` runs it.
 
     Args:
-      command: what to run; it listens on `port` of the loopback interface.
+      command: what to run; it listens on `port` of `host`.
       port: TCP port.
       log_path: its output, appended.
+      host: IPv4 address of an interface.
       environment: its variables; None for ours.
       bring_up: called with the healthy engine before it serves, at each start.
       start_timeout_s: how long a start may take.
       hang_timeout_s: how long /health may go unanswered before the engine is killed.
-      max_restarts: restarts in all, after which `failure` is set.
+      max_restarts: deaths in a row that are made good, after which `failure` is set; ten minutes of service begin a new count.
     """
     self.port = port
-    self.url = f'http://127.0.0.1:{self.port}'
+    self.url = f'http://{host}:{self.port}'
     self.control = control_lib.EngineControl(self.url)
     self.log_path = pathlib.Path(log_path)
     self.restarts = 0
@@ -102,7 +114,10 @@ class ServerProcess(abc.ABC):
     Raises:
       InfrastructureError: it did not come up.
     """
-    self._settled.wait()
+    if not self._settled.wait(self._start_timeout_s + _STARTED_MARGIN_S):
+      self.stop()
+      raise types.InfrastructureError(f'engine {self.url} did not start within {self._start_timeout_s:g} s, nor stop trying: '
+                                      f'{self._log_tail()}')
     if self.failure:
       self.stop()
       raise types.InfrastructureError(self.failure)
@@ -122,16 +137,28 @@ class ServerProcess(abc.ABC):
   def stop(self) -> None:
     """Ends the child and the supervision; safe to call twice."""
     self._stopping.set()
+    self._end_child()  # first: whatever the supervisor asks of it then fails at once
     if self._supervisor and self._supervisor is not threading.current_thread():
-      self._supervisor.join()
+      self._supervisor.join(_END_DEADLINE_S)
+      if self._supervisor.is_alive():
+        logging.error('engine %s: its supervisor did not end within %g s', self.url, _END_DEADLINE_S)
     self._end_child()
 
+  def kill(self) -> None:
+    """Ends the child at once and for good; `stop` afterwards waits for nothing."""
+    self._stopping.set()
+    if self._child is not None:
+      _kill_group(self._child.pid)
+
   def _supervise(self) -> None:
+    in_a_row = 0
     while not self._stopping.is_set():
+      ready_s = None
       try:
         self._start_child()
         self.ready.set()
         self._settled.set()
+        ready_s = time.monotonic()
         reason = self._watch()
       except types.TsJaxError as e:
         reason = str(e)
@@ -143,13 +170,14 @@ class ServerProcess(abc.ABC):
       self._end_child()
       if self._stopping.is_set():
         break
-      if not self.failure and self.restarts == self._max_restarts:
-        self.failure = f'engine {self.url} died {self.restarts + 1} times and is given up; last: {reason}'
+      in_a_row = 1 if ready_s and time.monotonic() - ready_s > _STEADY_S else in_a_row + 1
+      if not self.failure and in_a_row > self._max_restarts:
+        self.failure = f'engine {self.url} died {in_a_row} times in a row and is given up; last: {reason}'
       if self.failure:
         logging.error('%s', self.failure)
         break
       self.restarts += 1
-      logging.warning('engine %s: %s; restart %d of %d', self.url, reason, self.restarts, self._max_restarts)
+      logging.warning('engine %s: %s; restart %d of %d', self.url, reason, in_a_row, self._max_restarts)
     self._settled.set()
 
   def _start_child(self) -> None:
@@ -201,14 +229,14 @@ class ServerProcess(abc.ABC):
     if self._child.poll() is None:
       self._child.terminate()
       try:
-        self._child.wait(5.0)
+        self._child.wait(_GRACE_S)
       except subprocess.TimeoutExpired:
         pass
+    _kill_group(self._child.pid)
     try:
-      os.killpg(self._child.pid, signal.SIGKILL)  # its session's group outlives it while anything is left in it
-    except ProcessLookupError:
-      pass
-    self._child.wait()
+      self._child.wait(_END_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+      logging.error('engine %s: process %d was killed and does not end', self.url, self._child.pid)
 
   def _log_tail(self) -> str:
     try:
@@ -216,3 +244,10 @@ class ServerProcess(abc.ABC):
     except OSError as e:
       data = f'(unreadable: {e})'
     return f'the end of its log {self.log_path}:\n{data}'
+
+
+def _kill_group(leader: int) -> None:
+  try:
+    os.killpg(leader, signal.SIGKILL)  # a session's group outlives its leader while anything is left in it
+  except ProcessLookupError:
+    pass

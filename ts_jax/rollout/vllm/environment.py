@@ -73,17 +73,18 @@ def install_extension(folder: str | os.PathLike) -> pathlib.Path:
 
 
 def server_command(python: pathlib.Path, model_folder: str | os.PathLike, port: int, *, slots: int, max_context: int,
-                   dtype: str = 'float32', served_name: str = 'policy', kind: str | None = None, tensor_parallel: int = 1,
-                   memory_fraction: float = 0.65, block_size: int = 32, lora_rank: int = 0,
+                   host: str = '127.0.0.1', dtype: str = 'float32', served_name: str = 'policy', kind: str | None = None,
+                   tensor_parallel: int = 1, memory_fraction: float = 0.65, block_size: int = 32, lora_rank: int = 0,
                    weight_transfer: str = '') -> list[str]:
   """The command of a server with the routes ts_jax uses (the `vllm` command of the CPU build does not start).
 
   Args:
     python: the environment's interpreter.
     model_folder: Hugging Face folder.
-    port: TCP port on the loopback interface: the development routes are not guarded.
+    port: TCP port.
     slots: sequences per replica (Table 6: 16).
     max_context: tokens of prompt and reply.
+    host: address of the interface; the development routes are not guarded.
     dtype: of weights and activations.
     served_name: model name in requests.
     kind: 'cpu' or 'cuda'; None: what the machine has.
@@ -95,7 +96,7 @@ def server_command(python: pathlib.Path, model_folder: str | os.PathLike, port: 
   """
   command = [
       str(python), '-m', 'vllm.entrypoints.launchers.api_server.entry', '--model', str(model_folder),
-      '--served-model-name', served_name, '--host', '127.0.0.1', '--port', str(port), '--dtype', dtype, '--max-model-len', str(max_context),
+      '--served-model-name', served_name, '--host', host, '--port', str(port), '--dtype', dtype, '--max-model-len', str(max_context),
       '--max-num-seqs', str(slots), '--enable-scale-out', '--enable-prompt-tokens-details', '--enable-prefix-caching',
       '--enable-chunked-prefill', '--disable-uvicorn-access-log', '--generation-config', 'vllm', '--logprobs-mode',
       'processed_logprobs', '--worker-extension-cls', f'{_MODULE}.WeightExtension']
