@@ -98,7 +98,7 @@ class EngineClient:
     return sampled
 
   async def score(self, token_ids: tuple[int, ...], start: int, timeout_s: float | None = None,
-                  request_id: str = '') -> tuple[float, ...]:
+                  request_id: str = '', reuse: bool = True) -> tuple[float, ...]:
     """Log-probs (temperature 1) of token_ids[start:], each given everything before it.
 
     Args:
@@ -106,6 +106,7 @@ class EngineClient:
       start: first scored position, at least 1.
       timeout_s: overrides the client's deadline.
       request_id: appears in errors.
+      reuse: compute only what the engine's prefix cache does not hold, where that is all that is wanted.
 
     Returns:
       len(token_ids) - start values.
@@ -117,7 +118,7 @@ class EngineClient:
     if not 1 <= start < len(token_ids):
       raise types.ConfigError(f'start={start} must be in [1, {len(token_ids) - 1}]: the first token has no log-prob')
     where = f'engine {self.url}, score {request_id!r}'
-    for reuse in (True, False):  # what came from the prefix cache has no log-probs: then ask for all
+    for reuse in (True, False) if reuse else (False,):  # what came from the prefix cache has no log-probs: then ask for all
       reply = await self._post(protocol.score_body(token_ids, '', request_id, reuse), timeout_s or self._score_timeout_s, where)
       values, cached = protocol.parse_prompt_log_probs(reply, token_ids, where)
       if cached < start and all(v is not None and v == v and v <= 1e-4 and v > -float('inf') for v in values[start:]):
