@@ -3,7 +3,7 @@
     python -m experiments.bench_teacher
 
 A vLLM server in float32 on one core scores episodes of ten turns after each turn, as the agents ask it to: one episode alone, several
-of a group at once (they share their prompt), and several that are the same, whose wanted positions may already be in the cache.  The
+of a group at once (they share their prompt), and several that are the same, where the cache may already hold a wanted position.  The
 text is that of generated tasks.  The last line is one JSON object: suffix_time_ratio (alone and together), max_abs_difference.
 """
 
@@ -30,8 +30,8 @@ _CORE = flags.DEFINE_integer('core', 1, 'Core that the server is pinned to.')
 _TURNS = flags.DEFINE_integer('turns', 10, 'Turns of an episode.')
 _ACTION = flags.DEFINE_integer('action_tokens', 30, 'Sampled tokens of a turn, about.')
 _OBSERVATION = flags.DEFINE_integer('observation_tokens', 60, 'Tokens between two turns, about.')
-_TOGETHER = flags.DEFINE_integer('together', 4, 'Episodes at once.')
-_ROUNDS = flags.DEFINE_integer('rounds', 3, 'Measured rounds.')
+_TOGETHER = flags.DEFINE_integer('together', 3, 'Episodes at once.')
+_ROUNDS = flags.DEFINE_integer('rounds', 2, 'Measured rounds.')
 
 Turn = tuple[tuple[int, ...], int]  # ids up to the end of the turn, and where its sampled ids start
 
@@ -80,30 +80,30 @@ async def score(client: client_lib.EngineClient, episodes: list[list[Turn]], reu
 
 
 async def measure(url: str, episodes: Episodes) -> dict:
-  """All rounds; round 0 warms up and is not counted."""
-  together, seconds = _TOGETHER.value, {}
-  largest, shape = 0.0, {}
+  """All rounds; the server has warmed up before."""
+  together, seconds, largest = _TOGETHER.value, {}, 0.0
+  shape = {'prompt': [], 'episode': [], 'scored': []}
   async with client_lib.EngineClient(url, timeout_s=600.0, score_timeout_s=600.0) as client:
-    for number in range(_ROUNDS.value + 1):
+    for reuse in (True, False):
+      await score(client, [episodes.group(0, 1)[0][:2]], reuse)
+    for number in range(1, _ROUNDS.value + 1):
       group = episodes.group(number, together + 1)
-      cases = {'alone': group[:1], 'together': group[1:], 'identical': group[:1] * together}
-      for case, chosen in cases.items():
+      for case, chosen in {'alone': group[:1], 'together': group[1:], 'identical': group[1:2] * together}.items():
         found = {}
-        for reuse in (True, False) if number % 2 else (False, True):
+        for reuse in {'identical': (True,)}.get(case, (True, False) if number % 2 else (False, True)):
           spent, found[reuse] = await score(client, chosen, reuse)
-          print(f'round {number}{"" if number else " (warm-up)"}: {case}, {"new tokens" if reuse else "whole episodes"} {spent:.2f} s', flush=True)
-          if number:
-            seconds.setdefault((case, reuse), []).append(spent)
-        pairs = [(a, b) for one, other in zip(found[True], found[False]) for a, b in zip(one, other)]
-        largest = max(largest, *(float(np.abs(np.subtract(a, b)).max()) for a, b in pairs))
-      shape.setdefault('prompt', []).append(group[0][0][1])
-      shape.setdefault('episode', []).append(statistics.mean(len(e[-1][0]) for e in group))
-      shape.setdefault('scored', []).append(statistics.mean(sum(len(ids) - start for ids, start in e) for e in group))
-  total = lambda cases, reuse: sum(sum(seconds[case, reuse]) for case in cases)
-  ratio = lambda *cases: round(total(cases, True) / total(cases, False), 3)
+          print(f'round {number}: {case}, {"new tokens" if reuse else "whole episodes"} {spent:.2f} s', flush=True)
+          seconds.setdefault((case, reuse), []).append(spent)
+        for one, other in zip(found[True], found.get(False, found[True])):
+          largest = max(largest, *(float(np.abs(np.subtract(a, b)).max()) for a, b in zip(one, other)))
+      shape['prompt'].append(group[0][0][1])
+      shape['episode'].append(statistics.mean(len(e[-1][0]) for e in group))
+      shape['scored'].append(statistics.mean(sum(len(ids) - start for ids, start in e) for e in group))
+  total = lambda reuse, *cases: sum(sum(seconds[case, reuse]) for case in cases)
+  ratio = lambda *cases: round(total(True, *cases) / total(False, *cases), 3)
   return {
       'suffix_time_ratio': ratio('alone', 'together'), 'max_abs_difference': largest, 'alone_time_ratio': ratio('alone'),
-      'together_time_ratio': ratio('together'), 'identical_time_ratio': ratio('identical'),
+      'together_time_ratio': ratio('together'), 'identical_over_together': round(total(True, 'identical') / total(True, 'together'), 3),
       **{f'{case}_{"suffix" if reuse else "full"}_s': round(statistics.median(values), 2) for (case, reuse), values in seconds.items()},
       **{f'{name}_tokens': round(statistics.mean(values)) for name, values in shape.items()},
       'turns': _TURNS.value, 'episodes_together': together, 'rounds': _ROUNDS.value}
@@ -122,8 +122,8 @@ def main() -> None:
         bring_up=lambda control: control.set_version(0)))
     result = asyncio.run(measure(server.url, episodes))
   print(f"only new tokens take {result['suffix_time_ratio']:.2f} of the time of whole episodes (alone {result['alone_time_ratio']:.2f}, "
-        f"{result['episodes_together']} at once {result['together_time_ratio']:.2f}, the same {result['episodes_together']} times "
-        f"{result['identical_time_ratio']:.2f}); log-probs differ by {result['max_abs_difference']:.1e} at most")
+        f"{result['episodes_together']} at once {result['together_time_ratio']:.2f}); log-probs differ by {result['max_abs_difference']:.1e} at "
+        f"most; equal episodes take {result['identical_over_together']:.2f} of the time of different ones")
   print(json.dumps(result))
 
 
