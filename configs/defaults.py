@@ -99,6 +99,10 @@ def get_config() -> config_dict.ConfigDict:
           kl_estimator='k3',  # or 'k1', 'k2'
           entropy=0.0,  # coefficient of the policy's entropy
       ),
+      mismatch=config_dict.create(  # k3 of the sampler's log-probs against the learner's, nats per token: see `streaming.mismatch`
+          warn=0.0,  # above it an update warns; 0: 1e-8 where both are float32, else 0.01; 'inf': never
+          stop=0.0,  # above it the run stops before the step is taken; 0: 1e-5 where both are float32, else 0.1; 'inf': never
+      ),
       batch=config_dict.create(prompts=32, group_size=8),
       optimizer=config_dict.create(
           learning_rate=1e-6, b1=0.9, b2=0.999, epsilon=1e-8, weight_decay=0.0, max_norm=1.0, moment_dtype='float32'),

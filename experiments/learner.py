@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Iterable, Sequence
 
 import jax
@@ -15,7 +16,7 @@ from ts_jax.models import staged
 from ts_jax.objectives import distillation, policy_gradient
 from ts_jax.objectives.objective import Objective
 from ts_jax.objectives.terms import Terms
-from ts_jax.streaming import barrier, forward_trajectories, lane as lane_lib, open_trajectories as open_trajectories_lib, scheduler
+from ts_jax.streaming import barrier, forward_trajectories, lane as lane_lib, mismatch, open_trajectories as open_trajectories_lib, scheduler
 from ts_jax.streaming import sources, turn_trajectories, warmup
 from ts_jax.streaming.buckets import Buckets
 from ts_jax.telemetry import progress as progress_lib
@@ -169,6 +170,19 @@ def forward_room(config, student: wiring.Student, max_tokens: int) -> tuple[int,
 def optimizer(config) -> barrier.OptimizerConfig:
   """AdamW of the config."""
   return barrier.OptimizerConfig(**config.optimizer.to_dict())
+
+
+def mismatch_limits(config) -> mismatch.Limits:
+  """How far learner and sampler may be apart: as the config says, or (0) what the coarser of their precisions explains.
+
+  Replayed log-probs may be of other parameters: nothing limits them.
+  """
+  if config.rollout.replay:
+    return mismatch.Limits(math.inf, math.inf)
+  coarse = config.model.dtype == 'bfloat16' or wiring.sampler_dtype(config) != 'float32'
+  warn, stop = mismatch.DEFAULTS['bfloat16' if coarse else 'float32']
+  stop = config.mismatch.stop or stop
+  return mismatch.Limits(config.mismatch.warn or min(warn, stop), stop)
 
 
 def max_completion_tokens(config) -> int:

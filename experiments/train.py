@@ -95,14 +95,14 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   from ts_jax.telemetry import checkpoints as checkpoints_lib, interruption, metrics, progress as progress_lib, report, rundir
 
   # ---- What could be wrong is checked first -------------------------------------------------------------------------
-  policy, optimizer = learner.policy(config), learner.optimizer(config)
+  policy, optimizer, limits = learner.policy(config), learner.optimizer(config), learner.mismatch_limits(config)
   student = wiring.load_student(config)
   replaying = bool(config.rollout.replay)
   teacher, reference = (None if replaying else engines_lib.load_teacher(config, student, engine_cores, sorted(everything), name)
                         for name in types.SCORERS)
   box = None if replaying else stack.enter_context(wiring.sandbox(config))
   run = stack.enter_context(rundir.RunDirectory(workdir))
-  resumed = run.open(config)
+  resumed = run.open(config, may_change=('mismatch.warn', 'mismatch.stop'))
   tasks = None if replaying else wiring.load_tasks(config, workdir, student)
   recording = rundir.RunDirectory(config.rollout.replay) if replaying else None
   if not replaying and config.tasks.validate:
@@ -225,6 +225,9 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
 
     result = update_lib.run_update(update, state.policy_version, state.params, plans, events, [lane], policy,
                                    stall_timeout_s=config.rollout.stall_timeout_s, observe=observer)
+    warning = limits.check(result.mismatch, update)
+    if warning:
+      progress.line.lasting(f'WARNING   {warning}')
 
     with interruption.delayed():  # a step that was taken is recorded
       progress.set(phase='optimizer')
@@ -245,13 +248,11 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
       observer(types.Span('publish', publish_s, end_s, update))
 
       busy_s = sum(s.end_s - s.start_s for s in result.spans)
-      gap = result.gap
       summary = metrics.summarise(result.batch.trajectories, family_of)
       rollout_end_s = max(result.rollout_end_s, begin_s + 1e-3)  # a resumed update may have nothing left to sample
       rollout_s = rollout_end_s - begin_s
       progress.finish_update(writer.write(metrics.UpdateRecord(
-          **summary, update=update, policy_version=result.batch.policy_version, time_s=end_s,
-          sampler_gap_mean=gap.total / gap.tokens if gap.tokens else None, sampler_gap_max=gap.largest if gap.tokens else None,
+          **summary, **result.mismatch.summary(), update=update, policy_version=result.batch.policy_version, time_s=end_s,
           grad_norm=norm, learning_rate=optimizer.learning_rate, step_s=end_s - begin_s, rollout_s=rollout_s,
           learner_busy_s=busy_s, learner_idle_s=max(0.0, end_s - begin_s - busy_s - (publish_s - barrier_s)),
           tail_s=result.learner_end_s - rollout_end_s, optimizer_s=publish_s - barrier_s, publish_s=end_s - publish_s,

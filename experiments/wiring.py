@@ -17,6 +17,7 @@ from ts_jax.data import demonstrations, generator, splits, tasks as tasks_lib, v
 from ts_jax.models import chat, source, tokenizer as tokenizer_lib, weights
 from ts_jax.models.config import ModelConfig
 from ts_jax.rollout import replicas
+from ts_jax.rollout.vllm import environment as vllm_environment
 from ts_jax.telemetry import progress as progress_lib
 
 
@@ -70,6 +71,14 @@ def limits(config) -> limits_lib.Limits:
   """Table 6 from the config."""
   names = [f.name for f in dataclasses.fields(limits_lib.Limits)]
   return limits_lib.Limits(**{n: config.agent[n] for n in names})
+
+
+def sampler_dtype(config) -> str:
+  """Precision of the rollout engine; of one that somebody else started, what `config.vllm.dtype` says, or else the coarser."""
+  if not config.rollout.urls and config.rollout.engine == 'embedded':
+    return 'float32'
+  automatic = 'float32' if not config.rollout.urls and vllm_environment.accelerator() == 'cpu' else 'bfloat16'
+  return automatic if config.vllm.dtype == 'auto' else config.vllm.dtype
 
 
 def split_cores(config) -> tuple[tuple[int, ...], tuple[int, ...]]:

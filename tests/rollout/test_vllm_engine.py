@@ -87,29 +87,44 @@ def test_samples_with_the_learners_log_probs_and_the_same_tokens_for_the_same_se
     np.testing.assert_allclose(reply.log_probs, expected, atol=1e-4)
 
 
-def test_publications_reach_requests_in_flight_and_every_token_states_its_version(student, server, publisher):
-  config, versions = student[1], {publisher.current.version: student[2]}
-  wanted = requests(6, 160, None)
+def test_six_versions_reach_requests_in_flight_and_every_token_states_its_version(student, server, publisher, monkeypatch):
+  config, first, acknowledged = student[1], publisher.current.version, []
+  wanted, load = requests(4, 400, None), server.control.load_weights
+  # Parameters are made again when they are needed: six of them would be 3 GB.
+  params_of = lambda version: student[2] if version == first else changed(student[2], version)
+
+  def recorded(*args, **kwargs):
+    acknowledged.append(load(*args, **kwargs))
+    return acknowledged[-1]
+
+  monkeypatch.setattr(server.control, 'load_weights', recorded)
 
   async def run():
     async with client_lib.EngineClient(server.url) as client:
-      running = [asyncio.create_task(client._post(protocol.generate_body(r, ''), 300.0, 'test')) for r in wanted]
-      for _ in range(2):
-        await asyncio.sleep(1.5)
-        versions[publisher.current.version + 1] = changed(student[2], publisher.current.version)
-        await asyncio.to_thread(publisher.publish, versions[publisher.current.version + 1], config, publisher.current.version + 1)
+      running = [asyncio.create_task(client._post(protocol.generate_body(r, ''), 400.0, 'test')) for r in wanted]
+      for version in range(first + 1, first + 6):
+        await asyncio.sleep(1.0)
+        params = await asyncio.to_thread(params_of, version)
+        await asyncio.to_thread(publisher.publish, params, config, version)
+        assert acknowledged[-1] == publisher.current.checksum == weights.weights_checksum(params, config)
+        assert server.control.weight_info().version == version
       return await asyncio.gather(*running)
 
-  worst, seen = 0.0, set()
-  for request, reply in zip(wanted, asyncio.run(run())):
-    choice, ids = reply['choices'][0], request.token_ids + tuple(reply['choices'][0]['token_ids'])
-    got = np.array([c['logprob'] for c in choice['logprobs']['content']])
-    for span in choice['weight_versions']:
-      expected = learner_log_probs(student, versions[int(span['version'])], ids, len(request.token_ids))
-      worst = max(worst, float(np.abs(got - expected)[span['start']:span['end']].max()))
-      seen.add(int(span['version']))
-  assert worst <= 1e-4 and len(seen) >= 2
-  publisher.publish(student[2], config, publisher.current.version + 1)
+  choices = [reply['choices'][0] for reply in asyncio.run(run())]
+  worst, checked = {}, 0
+  for version in sorted({int(span['version']) for c in choices for span in c['weight_versions']}):
+    params = params_of(version)
+    for request, choice in zip(wanted, choices):
+      spans = [span for span in choice['weight_versions'] if int(span['version']) == version]
+      if spans:
+        got = np.array([c['logprob'] for c in choice['logprobs']['content']])
+        expected = learner_log_probs(student, params, request.token_ids + tuple(choice['token_ids']), len(request.token_ids))
+        for span in spans:
+          worst[version] = max(worst.get(version, 0.0), float(np.abs(got - expected)[span['start']:span['end']].max()))
+          checked += span['end'] - span['start']
+  assert checked == sum(len(c['token_ids']) for c in choices) and max(worst.values()) <= 1e-4
+  assert list(worst) == list(range(first, first + 6))
+  publisher.publish(student[2], config, first + 6)
 
 
 def test_scores_what_the_learner_computes_from_the_new_tokens_alone(student, server):

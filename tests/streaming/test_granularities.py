@@ -83,13 +83,13 @@ def test_equal_teacher_and_student_log_probs_give_exactly_zero(granularity, monk
   batch = offline.random_batch(np.random.default_rng(3), groups=1, size=2, teacher=True, scored_rate=1.0)
   params, seen = cases.tiny_params('float32'), {}
   one_row = scheduler.Policy(granularity, objective=OBJECTIVES['opd'])
-  measure = lane_lib.Lane._measure_gap
+  measure = lane_lib.Lane._measure
 
   def keep(self, data, log_probs):
     seen[tuple(data[0].completion)] = log_probs[0, :data[0].scored]
     measure(self, data, log_probs)
 
-  monkeypatch.setattr(lane_lib.Lane, '_measure_gap', keep)
+  monkeypatch.setattr(lane_lib.Lane, '_measure', keep)
   first, _ = cases.direction(batch, params, one_row)
   assert any(np.any(x) for x in jax.tree.leaves(first))
   got, _ = cases.direction(with_teacher(batch, seen), params, one_row)

@@ -177,7 +177,7 @@ def test_sampler_log_probs_of_unscored_tokens_never_enter():
   params = cases.tiny_params('float32')
   first, result = cases.direction(batch, params, cases.SYNC)
   second, other = cases.direction(types.LogicalBatch(0, 0, groups), params, cases.SYNC)
-  assert offline.bits(first) == offline.bits(second) and result.gap == other.gap
+  assert offline.bits(first) == offline.bits(second) and result.mismatch == other.mismatch
 
 
 def test_a_trajectory_of_another_policy_version_stops_the_update():

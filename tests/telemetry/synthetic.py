@@ -138,7 +138,8 @@ class _Update:
     step, rollout = self.end_s - self.start_s, self.last_reward_s - self.start_s
     return metrics.UpdateRecord(
         update=self.update, policy_version=self.update, time_s=self.end_s, **summary, sampler_gap_mean=2e-6 * (1 + self.random.random()),
-        sampler_gap_max=3e-5 * (1 + self.random.random()), grad_norm=1.8 * math.exp(-self.update / 9) * (0.8 + 0.4 * self.random.random()),
+        sampler_gap_max=3e-5 * (1 + self.random.random()), sampler_kl_k1=1e-8 * self.random.gauss(0, 1),
+        sampler_kl_k3=5e-11 * (1 + self.random.random()), sampler_ess=1 - 1e-10, grad_norm=1.8 * math.exp(-self.update / 9) * (0.8 + 0.4 * self.random.random()),
         learning_rate=2e-5, step_s=step, rollout_s=rollout, learner_busy_s=busy, learner_idle_s=step - busy, tail_s=self.tail_s,
         optimizer_s=0.6, publish_s=0.7, tokens_per_s=summary['generated_tokens'] / rollout, skipped_sources=self.random.randrange(4),
         wasted_sources=self.random.randrange(9))

@@ -82,10 +82,18 @@ def generate_body(request: GenerateRequest, model: str) -> dict[str, Any]:
           'logprobs': 0, 'stop_token_ids': list(request.stop_token_ids), 'ignore_eos': request.ignore_eos, 'detokenize': False}}
 
 
-def score_body(token_ids: tuple[int, ...], model: str, request_id: str, reuse: bool) -> dict[str, Any]:
-  """The JSON body of a scoring request: log-probs of the prompt, one sampled token that is thrown away."""
+def score_body(token_ids: tuple[int, ...], model: str, request_id: str, reuse: bool, salt: str = '') -> dict[str, Any]:
+  """The JSON body of a scoring request: log-probs of the prompt, one sampled token that is thrown away.
+
+  Args:
+    token_ids: the sequence.
+    model: served name.
+    request_id: may be empty.
+    reuse: read the prefix cache.
+    salt: requests with different ones share nothing of the cache.
+  """
   return {
-      'model': model, **_named(request_id), 'token_ids': list(token_ids), 'stream': False,
+      'model': model, **_named(request_id), **({'cache_salt': salt} if salt else {}), 'token_ids': list(token_ids), 'stream': False,
       'sampling_params': {'max_tokens': 1, 'temperature': 1.0, 'seed': 0, 'prompt_logprobs': 0, 'detokenize': False,
                           'ignore_eos': True, 'skip_reading_prefix_cache': not reuse}}
 

@@ -15,21 +15,10 @@ from ts_jax.kernels import fold
 from ts_jax.models import llama
 from ts_jax.objectives import policy_gradient
 from ts_jax.objectives.objective import Objective
-from ts_jax.streaming import branches, open_trajectories, scheduler, sources as sources_lib, statistics as statistics_lib
+from ts_jax.streaming import branches, mismatch as mismatch_lib, open_trajectories, scheduler, sources as sources_lib
+from ts_jax.streaming import statistics as statistics_lib
 from ts_jax.streaming.buckets import Buckets
 from ts_jax.streaming.open_trajectories import OpenTrajectories
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplerGap:
-  """Learner against sampler log-probs of the same tokens: sum and largest of the absolute differences."""
-
-  total: float = 0.0
-  largest: float = 0.0
-  tokens: int = 0
-
-  def __add__(self, other: 'SamplerGap') -> 'SamplerGap':
-    return SamplerGap(self.total + other.total, max(self.largest, other.largest), self.tokens + other.tokens)
 
 
 @dataclasses.dataclass
@@ -81,7 +70,7 @@ class Lane:
     self._shared = tuple(shared_prefix)
     self._device = device
     self.update = -1
-    self.gap = SamplerGap()
+    self.mismatch = mismatch_lib.Mismatch()
 
   def begin(self, update: int, params, plans: Sequence[types.GroupPlan], policy_version: int) -> None:
     """Starts an update at `params`; the lane reads them and never changes them."""
@@ -101,7 +90,7 @@ class Lane:
     self._root_adjoint: fold.Sum | None = None
     if self._trajectories is not None:
       self._trajectories.clear()
-    self.gap = SamplerGap()
+    self.mismatch = mismatch_lib.Mismatch()
 
   def fix_turn(self, group: int, index: int, turn: types.Turn) -> int:
     """Hands over one more turn of a running trajectory; returns the steps that can be worked on."""
@@ -249,7 +238,7 @@ class Lane:
       else:
         results = self._trajectories.gradients(self._params, before, boundary, (work.group, index), [(w[0], u[0]) for w, u in passes])
       jax.block_until_ready(results)
-    self._measure_gap(data, results[0].log_probs)
+    self._measure(data, results[0].log_probs)
     with _Timed(self, spans, 'fold', work.group, index):
       for result in results[1:]:  # terms without an advantage
         self._fold_known(work.group, result, 1.0)
@@ -335,10 +324,9 @@ class Lane:
       self._batch, adjoint = jax.block_until_ready(self._statistics.close(work.group, late, self._total(), work.rewards, dtype))
     return adjoint
 
-  def _measure_gap(self, data: Sequence[sources_lib.SourceData], log_probs: Sequence[np.ndarray]) -> None:
+  def _measure(self, data: Sequence[sources_lib.SourceData], log_probs: Sequence[np.ndarray]) -> None:
     for row, source in zip(log_probs, data):
-      gap = np.abs(np.asarray(row)[:source.scored] - source.sampler_log_probs[source.mask])
-      self.gap += SamplerGap(float(gap.sum()), float(gap.max()), source.scored)
+      self.mismatch += mismatch_lib.Mismatch.of(np.asarray(row)[:source.scored], source.sampler_log_probs[source.mask])
 
 
 def _begin_or_fold(kind: str, total: fold.Sum | None, tree, scale: float = 1.0) -> fold.Sum:

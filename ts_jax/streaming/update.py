@@ -12,6 +12,7 @@ from typing import Callable, Iterable, Protocol, Sequence
 from ts_jax import types
 from ts_jax.kernels import fold
 from ts_jax.streaming import lane as lane_lib
+from ts_jax.streaming import mismatch as mismatch_lib
 from ts_jax.streaming import scheduler
 
 
@@ -31,7 +32,7 @@ class UpdateResult:
     sums: batch direction per lane, before `normaliser`.
     normaliser: factor of the summed direction, known once every length is.
     spans: learner spans with readiness.
-    gap: learner against sampler log-probs.
+    mismatch: learner against sampler log-probs, of the sources that were computed.
     skipped, wasted: sources never computed, and computed in vain, because their group was uniform.
     rollout_end_s: when the last reward arrived; learner_end_s: when the last group closed (run's clock).
   """
@@ -40,7 +41,7 @@ class UpdateResult:
   sums: tuple[fold.Sum, ...]
   normaliser: float
   spans: tuple[types.Span, ...]
-  gap: lane_lib.SamplerGap
+  mismatch: mismatch_lib.Mismatch
   skipped: int
   wasted: int
   rollout_end_s: float
@@ -129,8 +130,8 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
   rollout_end_s = max(t.reward_s for t in batch.trajectories)
   learner_end_s = max([learner_end_s, rollout_end_s, *(s.end_s for s in spans)])
   tokens = sum(t.scored_tokens for t in batch.trajectories)
-  gap = functools.reduce(operator.add, (lane.gap for lane in lanes))
-  return UpdateResult(batch, tuple(lane.finish() for lane in lanes), policy.objective.normaliser(tokens), tuple(spans), gap,
+  mismatch = functools.reduce(operator.add, (lane.mismatch for lane in lanes))
+  return UpdateResult(batch, tuple(lane.finish() for lane in lanes), policy.objective.normaliser(tokens), tuple(spans), mismatch,
                       state.skipped, state.wasted, rollout_end_s, learner_end_s)
 
 

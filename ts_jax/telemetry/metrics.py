@@ -29,7 +29,9 @@ class UpdateRecord(types.Record):
     trajectories: number that entered the update.
     turns_mean: turns per trajectory.
     scored_tokens, generated_tokens: tokens with loss, and tokens sampled.
-    sampler_gap_mean, sampler_gap_max: |engine log-prob - learner log-prob| over scored tokens.
+    sampler_gap_mean, sampler_gap_max: |engine log-prob - learner log-prob| over the scored tokens that the learner ran.
+    sampler_kl_k1, sampler_kl_k3: estimates of KL(engine || learner) from them, nats per token (`streaming.mismatch`).
+    sampler_ess: effective sample size of the importance weights learner / engine, as a share of the tokens.
     grad_norm: global norm before clipping.
     learning_rate: of the optimizer step.
     step_s: whole update.
@@ -58,6 +60,9 @@ class UpdateRecord(types.Record):
   generated_tokens: int
   sampler_gap_mean: float | None
   sampler_gap_max: float | None
+  sampler_kl_k1: float | None
+  sampler_kl_k3: float | None
+  sampler_ess: float | None
   grad_norm: float | None
   learning_rate: float | None
   step_s: float

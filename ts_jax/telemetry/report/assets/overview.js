@@ -117,7 +117,9 @@ function drawSteps(pick) {
     small('Generated tokens', 'tokens/s', one('tokens/s', 'tokens_per_s', 'engine'), compact),
     small('Turns', 'mean per trajectory', one('turns', 'turns_mean', 'tool'), compact),
     small('Gradient norm', 'before clipping', one('norm', 'grad_norm', 'source'), compact),
-    small('Sampler gap', '|engine \u2212 learner| log-prob', [...one('largest', 'sampler_gap_max', 'optimizer'), ...one('mean', 'sampler_gap_mean', 'verify')], compact)));
+    small('Sampler gap', '|engine \u2212 learner| log-prob', [...one('largest', 'sampler_gap_max', 'optimizer'), ...one('mean', 'sampler_gap_mean', 'verify')], compact),
+    small('Sampler KL', 'engine to learner, k3, nats per token', one('k3', 'sampler_kl_k3', 'optimizer'), compact),
+    small('Effective sample size', 'of importance weights, share of tokens', one('share', 'sampler_ess', 'verify'), compact)));
 }
 
 function flat(object, prefix = '') {
