@@ -51,5 +51,6 @@ def test_library_code_reads_no_flags_and_knows_no_experiment(path):
 
 
 def test_what_runs_inside_vllm_needs_nothing_of_ours():
-  for path in ('vllm/extension.py', 'vllm/guardian.py', 'vllm/sender.py', 'publication/sparse.py'):
-    assert not imported(ROOT / 'ts_jax/rollout' / path)
+  for path in ('rollout/vllm/extension.py', 'rollout/vllm/guardian.py', 'rollout/vllm/sender.py', 'rollout/publication/sparse.py',
+               'models/fingerprint.py'):
+    assert not imported(ROOT / 'ts_jax' / path)

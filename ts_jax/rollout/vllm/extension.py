@@ -1,7 +1,7 @@
 """The part of ts_jax that runs inside vLLM's workers, loaded by --worker-extension-cls.
 
-Depends on torch, safetensors and vLLM, never on JAX or the rest of ts_jax but `publication/sparse.py`: the server has an
-environment of its own, where `environment.install_extension` puts the two files on the path.  Its methods are called through
+Depends on torch, safetensors and vLLM, never on JAX or the rest of ts_jax but two files that need NumPy
+alone: the server has an environment of its own, where `environment.install_extension` puts them on the path.  Its methods are called through
 /collective_rpc.
 """
 
@@ -11,12 +11,12 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import os
-import zlib
 
 import numpy as np
 import safetensors
 import torch
-import ts_jax_vllm_sparse as sparse  # the server's name of publication/sparse.py
+import ts_jax_vllm_fingerprint as fingerprint  # the server's names of two files of ours
+import ts_jax_vllm_sparse as sparse
 from vllm.v1 import outputs
 
 _CODES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16'}
@@ -28,7 +28,7 @@ class _Kept:
 
   checksum: str
   tensors: dict[str, torch.Tensor]
-  crcs: dict[str, int]
+  fingerprints: dict[str, int]
 
 
 class WeightExtension:
@@ -52,8 +52,8 @@ class WeightExtension:
     """
     with safetensors.safe_open(path, framework='pt') as file:
       tensors = {name: file.get_tensor(name) for name in file.keys()}
-    crcs = _crcs(tensors)
-    checksum = _checksum(tensors, crcs)
+    fingerprints = _fingerprints(tensors)
+    checksum = _checksum(tensors, fingerprints)
     if expected and checksum != expected:
       raise ValueError(f'weights {path} have checksum {checksum}, but {expected} was announced: the file is damaged or of another '
                        'version.  The engine keeps its weights; publish again')
@@ -62,7 +62,7 @@ class WeightExtension:
       tensors = _copied(tensors, kept)
     self._serve(tensors)
     if keep:
-      self._ts_jax_kept = _Kept(checksum, tensors, crcs)
+      self._ts_jax_kept = _Kept(checksum, tensors, fingerprints)
     return {'checksum': checksum}
 
   def apply_patch(self, path: str, base: str, expected: str) -> dict[str, str]:
@@ -86,10 +86,10 @@ class WeightExtension:
     def change(name: str) -> int:
       array = _bytes(kept.tensors[name])
       sparse.apply(array.view(f'u{kept.tensors[name].element_size()}'), patches[name])
-      return zlib.crc32(array)
+      return fingerprint.fingerprint(array)
 
-    kept.crcs.update(_in_parallel(change, patches))
-    kept.checksum = _checksum(kept.tensors, kept.crcs)
+    kept.fingerprints.update(_in_parallel(change, patches))
+    kept.checksum = _checksum(kept.tensors, kept.fingerprints)
     if kept.checksum == expected:
       self._serve(kept.tensors)
       self._ts_jax_kept = kept
@@ -123,16 +123,16 @@ class WeightExtension:
 
 def weights_checksum(tensors: dict[str, torch.Tensor]) -> str:
   """The checksum that the learner gives the same tensors, whatever file or pytree they lie in."""
-  return _checksum(tensors, _crcs(tensors))
+  return _checksum(tensors, _fingerprints(tensors))
 
 
-def _checksum(tensors: dict[str, torch.Tensor], crcs: dict[str, int]) -> str:
-  lines = sorted(f'{n} {_CODES[x.dtype]} {list(x.shape)} {crcs[n]:08x}\n' for n, x in tensors.items())
+def _checksum(tensors: dict[str, torch.Tensor], fingerprints: dict[str, int]) -> str:
+  lines = sorted(f'{n} {_CODES[x.dtype]} {list(x.shape)} {fingerprints[n]:08x}\n' for n, x in tensors.items())
   return hashlib.sha256(''.join(lines).encode()).hexdigest()
 
 
-def _crcs(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-  return _in_parallel(lambda name: zlib.crc32(_bytes(tensors[name])), tensors)
+def _fingerprints(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+  return _in_parallel(lambda name: fingerprint.fingerprint(_bytes(tensors[name])), tensors)
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
