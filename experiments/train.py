@@ -90,7 +90,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   from experiments import engines as engines_lib, learner
   from ts_jax.evaluation import attempts
   from ts_jax.models import weights
-  from ts_jax.rollout import replay as replay_lib
+  from ts_jax.rollout import identity, replay as replay_lib
   from ts_jax.streaming import barrier, host_memory, update as update_lib
   from ts_jax.telemetry import checkpoints as checkpoints_lib, interruption, metrics, progress as progress_lib, report, rundir
 
@@ -169,6 +169,13 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     for scorers in (teachers, references):
       scorers.wait_started()
     engines.publisher.publish(state.params, student.config, state.policy_version)
+    context = wiring.limits(config).max_context_tokens
+    for client in engines.clients:
+      identity.check(client.url, str(student.folder), ids=student.tokenizer.vocab_size, context=context, vocab_size=student.config.vocab_size,
+                     tokenizer=student.tokenizer)
+    for client in (*teachers.clients, *references.clients):  # one more token: the one that a scoring request throws away
+      identity.check(client.url, 'a model with the tokenizer of ' + str(student.folder), ids=student.tokenizer.vocab_size, context=context + 1,
+                     tokenizer=student.tokenizer)
     agents = wiring.agent_pool(config, student, box, engines.clients, events.put_nowait, teachers.clients, references.clients)
     stack.enter_context(agents)
 
