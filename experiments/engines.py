@@ -16,7 +16,7 @@ import numpy as np
 from experiments import learner, wiring
 from ts_jax import types
 from ts_jax.models import source, tokenizer as tokenizer_lib, weights
-from ts_jax.rollout import client as client_lib, process, publication, replicas, supervision, watch
+from ts_jax.rollout import client as client_lib, identity, process, publication, replicas, supervision, watch
 from ts_jax.rollout.publication import native
 from ts_jax.rollout.vllm import environment, process as vllm_process
 
@@ -190,6 +190,21 @@ def teachers(config, found: Teacher | None, logs: pathlib.Path, compile_cache: p
       if holds is not None:  # vLLM and the embedded engine say
         _check_teacher_context(config, int(holds), f'{found.name} {client.url}')
     yield scorers
+
+
+def check_identity(config, student: wiring.Student, engines: Engines, *scorers: Replicas) -> None:
+  """Asks all engines, which serve, whether they know the student's ids, its tokenizer, and have room for its trajectories.
+
+  Raises:
+    ConfigError: one serves another model.
+    InfrastructureError: one does not answer.
+  """
+  known = dict(ids=student.tokenizer.vocab_size, tokenizer=student.tokenizer)
+  for client in engines.serving.clients:
+    identity.check(client.url, str(student.folder), context=wiring.limits(config).max_context_tokens, vocab_size=student.config.vocab_size, **known)
+  for replicas_of in scorers:
+    for client in replicas_of.serving.clients if replicas_of.serving else ():
+      identity.check(client.url, f'a model with the tokenizer of {student.folder}', context=_teacher_context(config), **known)
 
 
 def unpublished_maker(config, student: wiring.Student, logs: pathlib.Path, compile_cache: pathlib.Path, host: str,

@@ -170,6 +170,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     for scorers in (teachers, references):
       scorers.wait_started()
     engines.publisher.publish(state.params, student.config, state.policy_version)
+    engines_lib.check_identity(config, student, engines, teachers, references)
     agents = wiring.agent_pool(config, student, box, engines.serving, events.put_nowait,
                                {'teacher': teachers.serving, 'reference': references.serving})
     stack.enter_context(agents)

@@ -141,13 +141,14 @@ def test_replay_of_updates_that_were_not_recorded_is_refused(recording, start, t
 
 
 def test_a_mismatch_stops_the_run_before_the_step_and_a_higher_limit_resumes_it(start, tmp_path):
-  child = start(tmp_path, '--config.updates=1', '--config.mismatch.stop=1e-30')
+  settings = '--config.updates=1', '--config.objective.entropy=0.001'  # with a term no source is skipped
+  child = start(tmp_path, *settings, '--config.mismatch.stop=1e-30')
   output, _ = child.communicate(timeout=WAIT_S)
   run = rundir.RunDirectory(tmp_path)
   assert child.returncode == 1 and 'above config.mismatch.stop=1e-30: the step was not taken' in output, output[-2000:]
   assert not run.read_metrics()
   sampled = tokens(run, 0)
-  output = finished(start(tmp_path, '--config.updates=1', '--config.mismatch.warn=1e-30'))
+  output = finished(start(tmp_path, *settings, '--config.mismatch.warn=1e-30'))
   assert 'WARNING   update 0' in output and 'config.mismatch.warn=1e-30' in output
   record, = run.read_metrics()
   assert tokens(run, 0) == sampled and 0 < record['sampler_kl_k3'] < 1e-8 and 0.999 < record['sampler_ess'] <= 1

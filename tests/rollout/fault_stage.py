@@ -12,7 +12,6 @@ import threading
 from typing import Callable
 
 import jax
-import numpy as np
 import psutil
 
 from experiments import offline

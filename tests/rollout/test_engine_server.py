@@ -61,6 +61,32 @@ def test_score_equals_sampler_log_probs(engine, model):
   np.testing.assert_allclose(whole, tiny_engine.reference_log_probs(model.params, sequence), atol=1e-5)
 
 
+def test_equal_trajectories_are_each_scored_in_full_at_most_once(engine, model):
+  ids = prompt(78, 200)
+  expected = tiny_engine.reference_log_probs(model.params, ids)
+  ways = []
+
+  async def go():
+    async with client_lib.EngineClient(engine.url) as client:
+      post = client._post
+
+      async def recorded(body, *args, **kwargs):
+        ways.append((body.get('cache_salt', ''), body['sampling_params']['skip_reading_prefix_cache']))
+        return await post(body, *args, **kwargs)
+
+      client._post = recorded
+      for trajectory in range(2):
+        for turn, end in enumerate((80, 120, 160, 200)):
+          yield end, await client.score(ids[:end], end - 30, request_id=f'9-0-{trajectory}-{turn}-0')
+
+  async def all_scores():
+    return [found async for found in go()]
+
+  for end, found in asyncio.run(all_scores()):
+    np.testing.assert_allclose(found, expected[end - 31:end - 1], atol=1e-5)
+  assert ways == [('', False)] * 4 + [('', False), ('9-0-1', False)] * 4
+
+
 def test_eos_stops_unless_ignored(engine):
   # With temperature 100 the 300 ids are about equally likely; 250 of them are declared stop ids.
   stops = list(range(3, 253))

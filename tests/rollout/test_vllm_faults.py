@@ -242,11 +242,12 @@ def test_weights_of_other_sizes_are_refused_by_the_engine_and_the_right_ones_tak
 def test_a_model_of_another_vocabulary_or_context_or_tokenizer_is_found_at_connection(stage, student):
   stage.publish()
   check = lambda **kwargs: identity.check(stage.server.url, **{
-      **dict(ours='the student', vocab_size=fault_stage.SIZES.vocab_size, context=fault_stage.CONTEXT, tokenizer=student.tokenizer), **kwargs})
+      **dict(ours='the student', ids=49152, vocab_size=49152, context=fault_stage.CONTEXT, tokenizer=student.tokenizer), **kwargs})
   check()
-  for size, word in ((49151, 'known'), (49153, 'refused')):
-    with pytest.raises(types.ConfigError, match=f'(?s)which is not the student: id .* is {word} there .* has {size} ids'):
-      check(vocab_size=size)
+  check(ids=49000, vocab_size=None)  # a teacher with more padding
+  for smaller_or_larger, word in ((dict(vocab_size=49151), 'known'), (dict(ids=49153), 'refused')):
+    with pytest.raises(types.ConfigError, match=f'(?s)which is not the student: id .* is {word} there .* has {max(smaller_or_larger.values())} ids'):
+      check(**smaller_or_larger)
   with pytest.raises(types.ConfigError, match='it holds 512 tokens, and this run needs 513'):
     check(context=513)
 
@@ -261,7 +262,7 @@ def test_another_tokenizer_is_found_at_connection(stage, student, tmp_path):
     (tmp_path / name).write_bytes((student.folder / name).read_bytes())
   (tmp_path / 'tokenizer.json').write_text(json.dumps(spec), 'utf-8')
   with pytest.raises(types.ConfigError, match='its tokenizer gives .* where ours gives'):
-    identity.check(stage.server.url, 'the student', fault_stage.SIZES.vocab_size, 512, tokenizer_lib.Tokenizer.load(tmp_path))
+    identity.check(stage.server.url, 'the student', ids=49152, context=512, tokenizer=tokenizer_lib.Tokenizer.load(tmp_path))
 
 
 # ---- Disk and teacher -----------------------------------------------------------------------------------------------

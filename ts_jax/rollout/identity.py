@@ -21,14 +21,17 @@ class Tokenizer(Protocol):
     """Ids of a text."""
 
 
-def check(url: str, ours: str, vocab_size: int, context: int, tokenizer: Tokenizer | None = None, timeout_s: float = _TIMEOUT_S) -> None:
+def check(url: str, ours: str, *, ids: int, context: int, vocab_size: int | None = None, tokenizer: Tokenizer | None = None,
+          timeout_s: float = _TIMEOUT_S) -> None:
   """Asks an engine that is serving (not paused) what it takes for an id, how many fit, and how it tokenizes a text.
 
   Args:
     url: base URL.
     ours: name of the model whose ids it will be sent.
-    vocab_size: of that model: ids below are known, those from there on are not.
+    ids: all below are sent, so it must know them.
     context: tokens of prompt and reply that must fit.
+    vocab_size: of that model, padding included, where the engine should serve just that one: it knows no id from there on.  A teacher
+      with the same tokenizer may be padded otherwise.
     tokenizer: of that model; compared with the engine's where the engine has one (vLLM).
     timeout_s: of each question.
 
@@ -51,11 +54,11 @@ def check(url: str, ours: str, vocab_size: int, context: int, tokenizer: Tokeniz
     room = served.get('max_model_len')
     if room is not None and int(room) < context:
       refuse(f'it holds {room} tokens, and this run needs {context}')
-    for token, known in ((vocab_size - 1, True), (vocab_size, False)):
+    for token, known in ((ids - 1, True), *(((vocab_size, False),) if vocab_size is not None else ())):
       status, answer = _ask(http, 'POST', '/inference/v1/generate', {
           'model': name, 'token_ids': [token], 'stream': False, 'sampling_params': {'max_tokens': 1, 'temperature': 0.0, 'detokenize': False}})
-      if (status == 200) != known:
-        refuse(f'id {token} is {"known" if status == 200 else "refused"} there ({str(answer)[:200]}), and the vocabulary here has {vocab_size} ids')
+      if status not in (403, 404) and (status == 200) != known:  # those: it has no such route, and is asked through another
+        refuse(f'id {token} is {"known" if status == 200 else "refused"} there ({str(answer)[:200]}), and the vocabulary here has {ids if known else vocab_size} ids')
     if tokenizer is not None:
       status, answer = _ask(http, 'POST', '/tokenize', {'model': name, 'prompt': _TEXT, 'add_special_tokens': False})
       if status == 200:
