@@ -7,12 +7,15 @@ import dataclasses
 import os
 import pathlib
 import threading
+import time
 from typing import Any, Mapping, Sequence
 
 from ts_jax import types
 from ts_jax.models import weights as weights_lib
 from ts_jax.models.config import ModelConfig
 from ts_jax.rollout import control as control_lib
+
+_RETRY_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,12 +126,17 @@ class Publisher:
       control.resume()
 
   def _bring_up_patiently(self, control: control_lib.EngineControl) -> None:
-    """As `bring_up_to_date`, outliving one restart of the engine."""
-    try:
-      self.bring_up_to_date(control)
-    except types.InfrastructureError:
-      control.wait_ready(self._restart_timeout_s)
-      self.bring_up_to_date(control)
+    """As `bring_up_to_date`, outliving a restart of the engine; one that is dying may still call itself healthy, so not only once."""
+    end = time.monotonic() + self._restart_timeout_s
+    while True:
+      try:
+        return self.bring_up_to_date(control)
+      except types.InfrastructureError:
+        left = end - time.monotonic()
+        if left <= 0:
+          raise
+        time.sleep(min(_RETRY_S, left))
+        control.wait_ready(max(left, _RETRY_S))
 
   def close(self) -> None:
     """Deletes the exchange file."""

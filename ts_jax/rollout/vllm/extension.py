@@ -7,6 +7,7 @@ where this file is put on the path under the name `MODULE`.  Its methods are cal
 from __future__ import annotations
 
 import concurrent.futures
+import glob
 import hashlib
 import os
 import zlib
@@ -34,7 +35,7 @@ class WeightExtension:
       {'checksum': of the tensors that were loaded}.
 
     Raises:
-      ValueError: damaged, or not the file that was announced.
+      ValueError: damaged, not the file that was announced, or of another model than the engine's.
     """
     with safetensors.safe_open(path, framework='pt') as file:
       tensors = {name: file.get_tensor(name) for name in file.keys()}
@@ -42,9 +43,23 @@ class WeightExtension:
     if expected and checksum != expected:
       raise ValueError(f'weights {path} have checksum {checksum}, but {expected} was announced: the file is damaged or of another '
                        'version.  The engine keeps its weights; publish again')
+    _check_shapes(tensors, self.model_config.model)
     self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
     _repack_tied(self.model_runner.get_model())
     return {'checksum': checksum}
+
+
+def _check_shapes(tensors: dict[str, torch.Tensor], folder: str) -> None:
+  """Refuses weights that are not of the served model: vLLM's loaders cut what is too large, and say nothing."""
+  served: dict[str, tuple[int, ...]] = {}
+  for path in glob.glob(os.path.join(folder, '*.safetensors')):
+    with safetensors.safe_open(path, framework='pt') as file:
+      served.update((name, tuple(file.get_slice(name).get_shape())) for name in file.keys())
+  for name in sorted(served.keys() | tensors.keys()) if served else ():
+    ours, theirs = served.get(name), tuple(tensors[name].shape) if name in tensors else None
+    if ours != theirs and name != 'lm_head.weight':  # some folders store the tied head twice
+      raise ValueError(f'published weights have {name} of shape {theirs}, the model {folder} that this engine serves has {ours}: they are '
+                       'of another model.  The engine keeps its weights')
 
 
 def weights_checksum(tensors: dict[str, torch.Tensor]) -> str:
