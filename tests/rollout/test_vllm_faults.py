@@ -232,7 +232,7 @@ def test_weights_of_other_sizes_are_refused_by_the_engine_and_the_right_ones_tak
   version = stage.publish()
   wide = dataclasses.replace(fault_stage.SIZES, ffn_width=256)
   impatient = publication.Publisher([fault_stage.direct_control(stage.server)], stage.exchange / 'wide', restart_timeout_s=1.0)
-  with pytest.raises(types.InfrastructureError, match=f'1 of 1 engines did not take version {version + 1}: {stage.server.url}'):
+  with pytest.raises(types.InfrastructureError, match=f'1 of 1 engines did not take version {version + 1}: {stage.server.url}.*shape'):
     impatient.publish(fault_stage.random_params(1, wide), wide, version + 1)
   impatient.close()
   stage.server.wait_ready(fault_stage.START_S)
@@ -300,9 +300,9 @@ def teacher(student, tmp_path_factory):
 def test_a_teacher_that_is_down_for_a_while_is_waited_for_and_one_that_stays_away_stops_the_update(stage, student, teacher):
   version, scorer = stage.publish(), lambda **kwargs: stage.client(teacher.url, **kwargs)
   expected = student.update(version, stage.client(), teacher=scorer())
-  victim = psutil.Process(teacher.pid)
+  before, victim = teacher.restarts, psutil.Process(teacher.pid)
   found = student.update(version, stage.client(), teacher=scorer(), on_turn=victim.kill)
-  assert teacher.restarts == 1 and found.tokens == expected.tokens
+  assert teacher.restarts == before + 1 and found.tokens == expected.tokens
   # Another batch composition rounds its scores differently.
   assert offline.relative_error(found.direction, expected.direction) <= 1e-5
   victim = psutil.Process(teacher.pid)

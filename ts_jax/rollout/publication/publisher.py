@@ -18,6 +18,7 @@ from ts_jax.models.config import ModelConfig
 from ts_jax.rollout import control as control_lib
 from ts_jax.rollout.publication import probe as probe_lib, sparse_transfer, transfer as transfer_lib
 
+_FIRST_PAUSE_S = 0.5  # between attempts; doubles
 MODES = ('auto', 'extension', 'sparse')
 _OWN_KINDS = {types.PolicyVersionError, safetensors_file.DiskFullError}  # raised as such when every failure is of the kind
 
@@ -192,12 +193,18 @@ class Publisher:
       raise types.InfrastructureError(f'{e}; it is paused') from e
 
   def _bring_up_patiently(self, control: control_lib.EngineControl) -> None:
-    """As `bring_up_to_date`, outliving one restart of the engine."""
-    try:
-      self.bring_up_to_date(control)
-    except types.InfrastructureError:
-      control.wait_ready(self._restart_timeout_s)
-      self.bring_up_to_date(control)
+    """As `bring_up_to_date`, outliving a restart of the engine; one that is dying may still call itself healthy, so not only once."""
+    end, pause = time.monotonic() + self._restart_timeout_s, _FIRST_PAUSE_S
+    while True:
+      try:
+        return self.bring_up_to_date(control)
+      except types.InfrastructureError:
+        left = end - time.monotonic()
+        if left <= 0:
+          raise
+        time.sleep(min(pause, left))
+        pause *= 2
+        control.wait_ready(max(left, _FIRST_PAUSE_S))
 
   def close(self) -> None:
     """Deletes the exchange files."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import glob
 import hashlib
 import os
 
@@ -48,7 +49,7 @@ class WeightExtension:
       {'checksum': of the tensors that were loaded}.
 
     Raises:
-      ValueError: damaged, or not the file that was announced.
+      ValueError: damaged, not the file that was announced, or of another model than the engine's.
     """
     with safetensors.safe_open(path, framework='pt') as file:
       tensors = {name: file.get_tensor(name) for name in file.keys()}
@@ -57,6 +58,7 @@ class WeightExtension:
     if expected and checksum != expected:
       raise ValueError(f'weights {path} have checksum {checksum}, but {expected} was announced: the file is damaged or of another '
                        'version.  The engine keeps its weights; publish again')
+    _check_shapes(tensors, self.model_config.model)
     kept, self._ts_jax_kept = self._ts_jax_kept, None
     if keep:
       tensors = _copied(tensors, kept)
@@ -119,6 +121,19 @@ class WeightExtension:
       totals['compared'] += wanted.numel()
       totals['different'] += int((computed != wanted).sum())
     return totals
+
+
+def _check_shapes(tensors: dict[str, torch.Tensor], folder: str) -> None:
+  """Refuses weights that are not of the served model: vLLM's loaders cut what is too large, and say nothing."""
+  served: dict[str, tuple[int, ...]] = {}
+  for path in glob.glob(os.path.join(folder, '*.safetensors')):
+    with safetensors.safe_open(path, framework='pt') as file:
+      served.update((name, tuple(file.get_slice(name).get_shape())) for name in file.keys())
+  for name in sorted(served.keys() | tensors.keys()) if served else ():
+    ours, theirs = served.get(name), tuple(tensors[name].shape) if name in tensors else None
+    if ours != theirs and name != 'lm_head.weight':  # some folders store the tied head twice
+      raise ValueError(f'published weights have {name} of shape {theirs}, the model {folder} that this engine serves has {ours}: they are '
+                       'of another model.  The engine keeps its weights')
 
 
 def weights_checksum(tensors: dict[str, torch.Tensor]) -> str:
