@@ -162,12 +162,12 @@ def _publisher(config, student: wiring.Student, exchange: pathlib.Path) -> publi
     ids = student.tokenizer.encode(_PROBE_TEXT * 8, allow_special=False)[:min(_PROBE_TOKENS, room)]
     probe = publication.learner_probe(student.config, ids, started or 'bfloat16', settings.probe_tolerance or None)
   if settings.publication != 'native':
-    return publication.Publisher([], exchange, np.dtype(dtype), mode=settings.publication, probe=probe)
+    return publication.Publisher([], exchange, np.dtype(dtype), settings.timeout_s, mode=settings.publication, probe=probe)
   if settings.engine != 'vllm' or probe is None:
     raise types.ConfigError("config.rollout.publication='native' is vLLM's, which acknowledges no checksum: set config.rollout.engine='vllm' and "
                             'config.rollout.probe=True')
   transfer = native.NativeTransfer(exchange, np.dtype(dtype), environment.ensure(config.vllm.venv))
-  return publication.Publisher([], exchange, np.dtype(dtype), probe=probe, transfer=transfer)
+  return publication.Publisher([], exchange, np.dtype(dtype), settings.timeout_s, probe=probe, transfer=transfer)
 
 
 def _vllm_dtype(config) -> str:
