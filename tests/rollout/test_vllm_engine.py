@@ -89,7 +89,7 @@ def test_samples_with_the_learners_log_probs_and_the_same_tokens_for_the_same_se
 
 def test_six_versions_reach_requests_in_flight_and_every_token_states_its_version(student, server, publisher, monkeypatch):
   config, first, acknowledged = student[1], publisher.current.version, []
-  wanted, load = requests(4, 400, None), server.control.load_weights
+  wanted, load = requests(3, 360, None), server.control.load_weights
   # Parameters are made again when they are needed: six of them would be 3 GB.
   params_of = lambda version: student[2] if version == first else changed(student[2], version)
 
