@@ -154,13 +154,13 @@ def rollout_engines(config, student: wiring.Student, cores: Sequence[int], logs:
 
 def _publisher(config, student: wiring.Student, exchange: pathlib.Path) -> publication.Publisher:
   settings = config.rollout
-  started = None if settings.urls else _vllm_dtype(config) if settings.engine == 'vllm' else 'float32'  # what the replicas compute in
-  dtype = settings.publication_dtype if settings.publication_dtype != 'auto' else started or 'float32'
+  computed = wiring.sampler_dtype(config)
+  dtype = settings.publication_dtype if settings.publication_dtype != 'auto' else 'float32' if settings.urls else computed
   probe = None
   if settings.probe:
     room = wiring.limits(config).max_context_tokens - 1  # it samples one token
     ids = student.tokenizer.encode(_PROBE_TEXT * 8, allow_special=False)[:min(_PROBE_TOKENS, room)]
-    probe = publication.learner_probe(student.config, ids, started or 'bfloat16', settings.probe_tolerance or None)
+    probe = publication.learner_probe(student.config, ids, computed, settings.probe_tolerance or None)
   if settings.publication != 'native':
     return publication.Publisher([], exchange, np.dtype(dtype), settings.timeout_s, mode=settings.publication, probe=probe)
   if settings.engine != 'vllm' or probe is None:
@@ -168,11 +168,6 @@ def _publisher(config, student: wiring.Student, exchange: pathlib.Path) -> publi
                             'config.rollout.probe=True')
   transfer = native.NativeTransfer(exchange, np.dtype(dtype), environment.ensure(config.vllm.venv))
   return publication.Publisher([], exchange, np.dtype(dtype), settings.timeout_s, probe=probe, transfer=transfer)
-
-
-def _vllm_dtype(config) -> str:
-  """What vLLM servers that are started here compute in."""
-  return config.vllm.dtype if config.vllm.dtype != 'auto' else {'cpu': 'float32', 'cuda': 'bfloat16'}[environment.accelerator()]
 
 
 @contextlib.contextmanager
@@ -246,7 +241,7 @@ def maker(config, settings, folder: pathlib.Path, log: pathlib.Path, context: in
   if settings.engine != 'vllm':
     raise types.ConfigError(f"engine {settings.engine!r} is unknown: use 'embedded' or 'vllm'")
   python, vllm = environment.ensure(config.vllm.venv), config.vllm
-  dtype = _vllm_dtype(config)
+  dtype = wiring.vllm_dtype(config)
   if 0 < len(gpus) < settings.replicas:
     raise types.ConfigError(f'{settings.replicas} replicas on GPUs {list(gpus)}: name at least one GPU for each in config.vllm')
   devices = _shares(tuple(gpus), settings.replicas)

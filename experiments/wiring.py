@@ -73,12 +73,16 @@ def limits(config) -> limits_lib.Limits:
   return limits_lib.Limits(**{n: config.agent[n] for n in names})
 
 
+def vllm_dtype(config) -> str:
+  """Precision of vLLM servers that are started here."""
+  return config.vllm.dtype if config.vllm.dtype != 'auto' else {'cpu': 'float32', 'cuda': 'bfloat16'}[vllm_environment.accelerator()]
+
+
 def sampler_dtype(config) -> str:
-  """Precision of the rollout engine; of one that somebody else started, what `config.vllm.dtype` says, or else the coarser."""
-  if not config.rollout.urls and config.rollout.engine == 'embedded':
-    return 'float32'
-  automatic = 'float32' if not config.rollout.urls and vllm_environment.accelerator() == 'cpu' else 'bfloat16'
-  return automatic if config.vllm.dtype == 'auto' else config.vllm.dtype
+  """Precision of the rollout engines; of those that somebody else started, what `config.vllm.dtype` says, or else the coarser."""
+  if config.rollout.urls:
+    return 'bfloat16' if config.vllm.dtype == 'auto' else config.vllm.dtype
+  return vllm_dtype(config) if config.rollout.engine == 'vllm' else 'float32'
 
 
 def split_cores(config) -> tuple[tuple[int, ...], tuple[int, ...]]:
