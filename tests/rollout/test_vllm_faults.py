@@ -253,16 +253,18 @@ def test_a_model_of_another_vocabulary_or_context_or_tokenizer_is_found_at_conne
 
 
 def test_another_tokenizer_is_found_at_connection(stage, student, tmp_path):
-  if isinstance(stage.server, process.EngineProcess):
-    pytest.skip('the embedded engine has no tokenizer')
   spec = json.loads((student.folder / 'tokenizer.json').read_text('utf-8'))
   del spec['model']['merges'][-1]
   spec['model']['merges'].reverse()
   for name in ('config.json', 'tokenizer_config.json'):
     (tmp_path / name).write_bytes((student.folder / name).read_bytes())
   (tmp_path / 'tokenizer.json').write_text(json.dumps(spec), 'utf-8')
-  with pytest.raises(types.ConfigError, match='its tokenizer gives .* where ours gives'):
-    identity.check(stage.server.url, 'the student', ids=49152, context=512, tokenizer=tokenizer_lib.Tokenizer.load(tmp_path))
+  check = lambda: identity.check(stage.server.url, 'the student', ids=49152, context=512, tokenizer=tokenizer_lib.Tokenizer.load(tmp_path))
+  if isinstance(stage.server, process.EngineProcess):  # which has no tokenizer: ids are all it knows
+    check()
+  else:
+    with pytest.raises(types.ConfigError, match='its tokenizer gives .* where ours gives'):
+      check()
 
 
 # ---- Disk and teacher -----------------------------------------------------------------------------------------------
