@@ -13,7 +13,7 @@ from ts_jax.models import tokenizer as tokenizer_lib
 from ts_jax.models import weights
 
 # Of the 272 float32 tensors of SmolLM2-135M-Instruct.Q4_1; they were bit-identical to transformers' own reading of the file.
-SMOLLM2_CHECKSUM = 'bcd6a077d4c22eeb4913a458fcc23e0b94179c9ff572ee0d767e079671d777b0'
+SMOLLM2_CHECKSUM = '07113b93c1ed318ac0c5f2357d227ab09149919aa6a5d2c8caee8c60f000e172'
 
 
 def write_gguf(path, config, params, architecture='llama', pre='smollm', extra=None):
