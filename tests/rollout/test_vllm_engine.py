@@ -138,6 +138,16 @@ def test_scores_what_the_learner_computes_from_the_new_tokens_alone(student, ser
   np.testing.assert_allclose(score(server, ids, 10), learner_log_probs(student, student[2], ids, 10), atol=1e-4)
 
 
+def test_prompts_that_are_prefilled_in_pieces_sample_what_they_sample_alone(server):
+  rng = np.random.default_rng(5)  # together more than vLLM prefills in one step
+  wanted = [protocol.GenerateRequest(tuple(rng.integers(100, 40000, 440).tolist()), 4, seed=i, ignore_eos=True, request_id=f'long{i}') for i in range(8)]
+  restarts = server.restarts
+  together = generate(server, wanted)
+  server.control.reset_prefix_cache()
+  alone = [generate(server, [request])[0] for request in wanted]
+  assert [r.token_ids for r in together] == [r.token_ids for r in alone] and server.restarts == restarts
+
+
 def test_a_damaged_file_is_refused_and_the_weights_stay(student, server, publisher, tmp_path):
   path = tmp_path / 'damaged.safetensors'
   checksum = weights.save_weights(path, student[2], student[1])

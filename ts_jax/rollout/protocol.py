@@ -94,7 +94,7 @@ def score_body(token_ids: tuple[int, ...], model: str, request_id: str, reuse: b
   """
   return {
       'model': model, **_named(request_id), **({'cache_salt': salt} if salt else {}), 'token_ids': list(token_ids), 'stream': False,
-      'sampling_params': {'max_tokens': 1, 'temperature': 1.0, 'seed': 0, 'prompt_logprobs': 0, 'detokenize': False,
+      'sampling_params': {'max_tokens': 1, 'temperature': 1.0, 'prompt_logprobs': 0, 'detokenize': False,
                           'ignore_eos': True, 'skip_reading_prefix_cache': not reuse}}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import glob
 import hashlib
 import os
@@ -19,6 +20,7 @@ import torch
 import ts_jax_vllm_fingerprint as fingerprint  # the server's names of two files of ours
 import ts_jax_vllm_sparse as sparse
 from vllm.v1 import outputs
+from vllm.v1.worker import gpu_model_runner
 
 _CODES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16'}
 
@@ -203,3 +205,23 @@ def _zeroed(num_positions: int, num_tokens_per_position: int):
 
 _empty = outputs.LogprobsTensors.empty_cpu
 outputs.LogprobsTensors.empty_cpu = staticmethod(_zeroed)
+
+
+def _without_generators_of_discarded(sample_tokens):
+  """`GPUModelRunner.sample_tokens`, which on a CPU ends the server where a seeded request's prompt is prefilled in pieces: the token that
+  it samples after each piece is thrown away, and the generator's offset taken back, which a CPU generator has none of.  Here such a
+  request lends no generator, so that its seed's first draw is for the first token that is kept."""
+  @functools.wraps(sample_tokens)
+  def run(self, *args, **kwargs):
+    generators, hidden = self.input_batch.generators, {}
+    if self.device.type == 'cpu':
+      discarded = np.flatnonzero(self.discard_request_mask.np[:self.input_batch.num_reqs])
+      hidden = {i: generators.pop(i) for i in discarded.tolist() if i in generators}
+    try:
+      return sample_tokens(self, *args, **kwargs)
+    finally:
+      generators.update(hidden)
+  return run
+
+
+gpu_model_runner.GPUModelRunner.sample_tokens = _without_generators_of_discarded(gpu_model_runner.GPUModelRunner.sample_tokens)
