@@ -71,7 +71,7 @@ class Episodes:
 async def score(client: client_lib.EngineClient, episodes: list[list[Turn]], reuse: bool) -> tuple[float, list[list[tuple[float, ...]]]]:
   """Seconds, and each turn's log-probs, of episodes at once that score one turn after another, from an empty cache."""
   async def run(index: int, episode: list[Turn]):
-    return [await client.score(ids, start, request_id=f'0-0-{index}-{turn}-0', reuse=reuse) for turn, (ids, start) in enumerate(episode)]
+    return [await client.score(ids, start, salt=f'episode {index}', reuse=reuse) for ids, start in episode]
 
   client.control.reset_prefix_cache()
   begin = time.perf_counter()

@@ -148,6 +148,8 @@ def rollout_engines(config, student: wiring.Student, cores: Sequence[int], logs:
                          publisher.bring_up_to_date)
     processes, serving = _replicas(stack, config.rollout, config.rollout.urls, make, cores, publisher)
     for client in serving.clients:
+      if config.rollout.urls and config.rollout.publication != 'native':
+        client.control.check_takes_weights()
       publisher.add(client)
     yield Engines(processes, serving, publisher)
 
@@ -199,7 +201,7 @@ def check_identity(config, student: wiring.Student, engines: Engines, *scorers: 
     identity.check(client.url, str(student.folder), context=wiring.limits(config).max_context_tokens, vocab_size=student.config.vocab_size, **known)
   for replicas_of in scorers:
     for client in replicas_of.serving.clients if replicas_of.serving else ():
-      identity.check(client.url, f'a model with the tokenizer of {student.folder}', context=_teacher_context(config), **known)
+      identity.check(client.url, f'a model with the tokenizer of {student.folder}', **known)
 
 
 def unpublished_maker(config, student: wiring.Student, logs: pathlib.Path, compile_cache: pathlib.Path, host: str,

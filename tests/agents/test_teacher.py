@@ -23,7 +23,7 @@ class FakeTeacher:
     self.calls = []  # (token_ids, start, request_id)
     self.closed = False
 
-  async def score(self, token_ids, start, request_id=''):
+  async def score(self, token_ids, start, request_id='', salt=''):
     self.calls.append((token_ids, start, request_id))
     turn = int(request_id.split('-')[3])
     await self.wait(turn)

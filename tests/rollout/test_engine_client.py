@@ -111,6 +111,14 @@ def test_a_server_that_is_not_there_ends_in_a_deadline_error():
     asyncio.run(go())
 
 
+def test_a_server_without_our_extension_is_refused_before_anything_is_published():
+  async def go():
+    async with serving(healthy) as client:
+      await asyncio.to_thread(client.control.check_takes_weights)
+  with pytest.raises(types.ConfigError, match='takes no weights .*404.* start it with experiments.serve'):
+    asyncio.run(go())
+
+
 def test_a_reply_cut_off_in_the_middle_is_asked_for_again():
   attempts = []
 

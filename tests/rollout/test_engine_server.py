@@ -10,7 +10,7 @@ import pytest
 from tests.rollout import tiny_engine
 from tests.rollout.tiny_engine import prompt
 from ts_jax import types
-from ts_jax.rollout import client as client_lib
+from ts_jax.rollout import client as client_lib, control as control_lib
 from ts_jax.rollout import protocol
 from ts_jax.rollout.client import GenerateRequest
 
@@ -76,15 +76,15 @@ def test_equal_trajectories_are_each_scored_in_full_at_most_once(engine, model):
 
       client._post = recorded
       for trajectory in range(2):
-        for turn, end in enumerate((80, 120, 160, 200)):
-          yield end, await client.score(ids[:end], end - 30, request_id=f'9-0-{trajectory}-{turn}-0')
+        for end in (80, 120, 160, 200):
+          yield end, await client.score(ids[:end], end - 30, salt=f'trajectory {trajectory}')
 
   async def all_scores():
     return [found async for found in go()]
 
   for end, found in asyncio.run(all_scores()):
     np.testing.assert_allclose(found, expected[end - 31:end - 1], atol=1e-5)
-  assert ways == [('', False)] * 4 + [('', False), ('9-0-1', False)] * 4
+  assert ways == [('', False)] * 4 + [('', False), ('trajectory 1', False)] * 4
 
 
 def test_eos_stops_unless_ignored(engine):
@@ -120,6 +120,10 @@ def test_eos_stops_unless_ignored(engine):
 def test_unservable_requests_are_refused_with_the_reason(engine, changes, status, message):
   reply = post(engine, **changes)
   assert reply.status_code == status and message in reply.json()['error']['message']
+
+
+def test_says_that_it_takes_weights(engine):
+  control_lib.EngineControl(engine.url).check_takes_weights()
 
 
 def test_bodies_that_are_not_requests_are_refused(engine):

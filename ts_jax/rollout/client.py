@@ -111,14 +111,15 @@ class EngineClient:
     return sampled
 
   async def score(self, token_ids: tuple[int, ...], start: int, timeout_s: float | None = None,
-                  request_id: str = '', reuse: bool = True) -> tuple[float, ...]:
+                  request_id: str = '', salt: str = '', reuse: bool = True) -> tuple[float, ...]:
     """Log-probs (temperature 1) of token_ids[start:], each given everything before it.
 
     Args:
       token_ids: the whole sequence.
       start: first scored position, at least 1.
       timeout_s: overrides the client's deadline.
-      request_id: appears in errors; what comes before its last two dashes names the trajectory (`agents.teacher`).
+      request_id: appears in errors.
+      salt: names the trajectory, where it has one, to the prefix cache.
       reuse: compute only what the engine's prefix cache does not hold, where that is all that is wanted.
 
     Returns:
@@ -133,10 +134,9 @@ class EngineClient:
     where = f'engine {self.url}, score {request_id!r}'
     # What came from the prefix cache has no log-probs: where another trajectory with the same ids has left a wanted position there, all
     # must be computed.  Under a salt of its own the trajectory then finds, next time, what it computed itself.
-    own = request_id.rsplit('-', 2)[0]
-    ways = ((True, ''), *([(True, own)] if own else ()), (False, '')) if reuse else ((False, ''),)
-    for cached_too, salt in ways:
-      reply = await self._post(protocol.score_body(token_ids, '', request_id, cached_too, salt), timeout_s or self._score_timeout_s, where,
+    ways = (*dict.fromkeys([(True, ''), (True, salt)] if reuse else []), (False, ''))
+    for cached_too, own in ways:
+      reply = await self._post(protocol.score_body(token_ids, '', request_id, cached_too, own), timeout_s or self._score_timeout_s, where,
                                versioned=False)
       values, cached = protocol.parse_prompt_log_probs(reply, token_ids, where)
       if cached < start and all(v is not None and v == v and v <= 1e-4 and v > -float('inf') for v in values[start:]):

@@ -125,6 +125,19 @@ class EngineControl:
     """Requests wait for `resume`."""
     return bool(self._call('GET', '/is_paused').get('is_paused'))
 
+  def check_takes_weights(self) -> None:
+    """Asks for what publication needs, before there is something to publish.
+
+    Raises:
+      ConfigError: the server has no worker extension of ours.
+    """
+    try:
+      self._rpc('takes_weights')
+    except types.InfrastructureError as e:
+      raise types.ConfigError(f'engine {self.url} takes no weights ({e}): start it with experiments.serve, which gives it our worker '
+                              "extension and opens its development routes, or set config.rollout.publication='native' where it was started "
+                              'for vLLM\'s own weight transfer') from e
+
   def load_weights(self, path: str, checksum: str, keep: bool = False) -> str:
     """Loads a weights file that the engine can read; returns the checksum it found.
 

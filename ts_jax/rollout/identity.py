@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
     """Ids of a text."""
 
 
-def check(url: str, ours: str, *, ids: int, context: int, vocab_size: int | None = None, tokenizer: Tokenizer | None = None,
+def check(url: str, ours: str, *, ids: int, context: int = 0, vocab_size: int | None = None, tokenizer: Tokenizer | None = None,
           timeout_s: float = _TIMEOUT_S) -> None:
   """Asks an engine that is serving (not paused) what it takes for an id, how many fit, and how it tokenizes a text.
 
@@ -29,7 +29,7 @@ def check(url: str, ours: str, *, ids: int, context: int, vocab_size: int | None
     url: base URL.
     ours: name of the model whose ids it will be sent.
     ids: all below are sent, so it must know them.
-    context: tokens of prompt and reply that must fit.
+    context: tokens of prompt and reply that must fit; 0 where that is known.
     vocab_size: of that model, padding included, where the engine should serve just that one: it knows no id from there on.  A teacher
       with the same tokenizer may be padded otherwise.
     tokenizer: of that model; compared with the engine's where the engine has one (vLLM).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from typing import Any, Awaitable, Callable, Hashable, Protocol, Sequence
 
 from ts_jax import types
@@ -19,7 +20,7 @@ class Engine(Protocol):
   async def generate(self, request: protocol.GenerateRequest) -> types.SampledTokens:
     """Samples one reply; raises `EngineGone` when another replica may do better."""
 
-  async def score(self, token_ids: tuple[int, ...], start: int, *, request_id: str = '') -> tuple[float, ...]:
+  async def score(self, token_ids: tuple[int, ...], start: int, *, request_id: str = '', salt: str = '') -> tuple[float, ...]:
     """Log-probs of token_ids[start:]; raises likewise."""
 
   async def await_ready(self) -> None:
@@ -136,6 +137,7 @@ class Session:
 
   def __init__(self, replicas: ReplicaSet, group: Hashable):
     self._replicas, self._group = replicas, group
+    self._salt = uuid.uuid4().hex  # its name in prefix caches, where it must share nothing
 
   def __enter__(self) -> 'Session':
     return self
@@ -149,7 +151,7 @@ class Session:
 
   async def score(self, token_ids: tuple[int, ...], start: int, *, request_id: str = '') -> tuple[float, ...]:
     """As `EngineClient.score`, by any replica."""
-    return await self._replicas.call(self._group, self, lambda client: client.score(token_ids, start, request_id=request_id))
+    return await self._replicas.call(self._group, self, lambda client: client.score(token_ids, start, request_id=request_id, salt=self._salt))
 
   def release(self) -> None:
     """It asks for nothing more and weighs on no replica; safe to call twice."""

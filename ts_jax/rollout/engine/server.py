@@ -158,12 +158,12 @@ class Server:
   async def _rpc(self, request: web.Request) -> web.Response:
     body = await _json(request) or {}
     method, args = body.get('method'), tuple(body.get('args') or ())
-    kinds = {'load_weights': (str, str, bool), 'apply_patch': (str, str, str)}.get(method)
+    if method == 'takes_weights':
+      return web.json_response({'results': [True]})
+    kinds, needed = {'load_weights': ((str, str, bool), 1), 'apply_patch': ((str, str, str), 3)}.get(method, (None, 0))
     if kinds is None:
-      raise wire.BadRequest(f'method {method!r} is not known: load_weights and apply_patch are')
-    if method == 'load_weights' and 1 <= len(args) < 3:
-      args += ('', False)[len(args) - 1:]
-    if len(args) != len(kinds) or not all(isinstance(a, k) for a, k in zip(args, kinds)):
+      raise wire.BadRequest(f'method {method!r} is not known: takes_weights, load_weights and apply_patch are')
+    if not needed <= len(args) <= len(kinds) or not all(isinstance(a, k) for a, k in zip(args, kinds)):
       raise wire.BadRequest({'load_weights': 'load_weights takes a path and optionally its checksum and whether to keep a host copy',
                              'apply_patch': 'apply_patch takes a path and the checksums before and after'}[method])
     checksum = await self._off_loop(getattr(self._weights, method), *args)

@@ -18,8 +18,7 @@ from ts_jax.models import llama
 from ts_jax.models.config import ModelConfig
 from ts_jax.rollout import control as control_lib
 
-# Mean absolute difference of log-probs, nats, between a server that computes in this dtype and a float32 forward pass: measured
-# 6e-6 in float32 and 0.037 in bfloat16.
+# Mean absolute difference of log-probs, nats, between a server that computes in this dtype and a float32 forward pass.
 TOLERANCES = {'float32': 1e-4, 'float16': 0.03, 'bfloat16': 0.15}
 _BUCKET = 64  # of the learner's shapes
 

@@ -39,6 +39,10 @@ class WeightExtension:
 
   _ts_jax_kept: _Kept | None = None
 
+  def takes_weights(self) -> bool:
+    """That this extension is loaded."""
+    return True
+
   def load_weights(self, path: str, expected: str = '', keep: bool = False) -> dict[str, str]:
     """Loads a safetensors file under Hugging Face names into the running model.
 
