@@ -250,7 +250,7 @@ def maker(config, settings, folder: pathlib.Path, log: pathlib.Path, context: in
   return lambda i, share: vllm_process.VllmProcess(
       python, folder, **place(i), slots=settings.slots, max_context=context, dtype=dtype, cores=share, gpus=devices[i],
       memory_fraction=vllm.memory_fraction, kv_space_gib=vllm.kv_space_gib, bring_up=bring_up, start_timeout_s=vllm.start_timeout_s,
-      weight_transfer='nccl' if settings is config.rollout and settings.publication == 'native' else '')
+      weight_transfer='nccl' if settings.get('publication') == 'native' else '')
 
 
 def start(stack: contextlib.ExitStack, make: Maker, cores: Sequence[int], count: int,

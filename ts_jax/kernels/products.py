@@ -3,8 +3,8 @@
 The CPU backend adds up to 512 terms of a float32 product one after another.  A gradient that runs through two hundred such
 products picks up 1e-6 of rounding, and a sum over the vocabulary, whose mass sits in a few terms, 3e-6 at once.  Cut into
 shorter sums, the same products lose half of it and more.  Under `jax.default_matmul_precision('highest')` they are summed in
-float64 and rounded once, which leaves a third of the rest, for up to twice their time.  Elsewhere, and in other precisions,
-products stay whole: what 'highest' means there is the backend's.
+float64 and rounded once, which takes longer and leaves less than half of the rest.  Elsewhere, and in other precisions, products
+stay whole: what 'highest' means there is the backend's.
 """
 
 from __future__ import annotations
