@@ -124,10 +124,11 @@ def test_sessions_stick_and_a_replica_that_came_back_serves_again(pair):
         await second.generate(turns(1, 0)[0])
         assert sorted(made.state.homes.values()) == [0, 1]
         home = made.state.homes['a', first]
-        os.kill(pair[home].pid, signal.SIGKILL)
+        victim = pair[home].pid
+        os.kill(victim, signal.SIGKILL)
         await first.generate(turns(0, 0)[1])
         assert made.state.homes['a', first] == 1 - home  # moved
-        while made.state.down:
+        while made.state.down or pair[home].pid == victim or not pair[home].ready.is_set():
           await asyncio.sleep(0.05)
         with made.session('c') as third:
           await third.generate(turns(2, 0)[0])
