@@ -150,6 +150,8 @@ class SampledTokens(Record):
     version_start: policy version that produced the first token.
     version_end: policy version that produced the last token.
     finish_reason: why sampling stopped.
+    version_tokens: how many tokens each version from `version_start` to `version_end` produced; empty where it is one version, and where
+      the engine does not tell.
   """
 
   token_ids: tuple[int, ...]
@@ -157,12 +159,22 @@ class SampledTokens(Record):
   version_start: int
   version_end: int
   finish_reason: FinishReason
+  version_tokens: tuple[int, ...] = ()
 
   def __post_init__(self):
     _require(len(self.log_probs) == len(self.token_ids),
              f'{len(self.token_ids)} sampled ids but {len(self.log_probs)} log-probs')
     _require(all(math.isfinite(x) and x <= 1e-4 for x in self.log_probs), 'a sampler log-prob is not finite or is positive')
     _require(self.version_start <= self.version_end, f'version span {self.version_start}..{self.version_end} runs backwards')
+    span = self.version_end - self.version_start + 1
+    _require(not self.version_tokens or (len(self.version_tokens) == span and sum(self.version_tokens) == len(self.token_ids)),
+             f'version_tokens {self.version_tokens} are not the {len(self.token_ids)} ids of versions {self.version_start}..{self.version_end}')
+
+  @property
+  def versions(self) -> tuple[int, ...]:
+    """Policy version of each id; the oldest it can be where the engine does not tell."""
+    counts = self.version_tokens or (len(self.token_ids),)
+    return tuple(self.version_start + i for i, count in enumerate(counts) for _ in range(count))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +232,8 @@ class Trajectory(Record):
     group: index of its group (prompt) within the update.
     index: index within the group.
     task_id: task identifier.
-    policy_version: version every token was sampled from.
+    policy_version: version its first token was sampled from: the oldest, since versions only advance.  Under a schedule that does not
+      publish in flight every token's; otherwise later turns, and later tokens of a turn, may have newer ones (`SampledTokens`).
     prompt_ids: the prompt shared by the group (system, demonstrations, instruction), never scored.
     turns: the turns, in order.
     terminal_reason: why it ended.
@@ -305,6 +318,11 @@ class Trajectory(Record):
     return tuple(p for t in self.turns for p in (0.0,) * len(t.context_ids) + t.scores.get(scorer, ()))
 
   @property
+  def versions(self) -> tuple[int, ...]:
+    """Policy version of each sampled token."""
+    return tuple(v for t in self.turns for v in t.sampled.versions)
+
+  @property
   def scored_tokens(self) -> int:
     """L_i: number of scored tokens."""
     return sum(sum(t.scored_mask) for t in self.turns)
@@ -328,7 +346,7 @@ class Group(Record):
 
 @dataclasses.dataclass(frozen=True)
 class LogicalBatch(Record):
-  """B_k: the groups of one update, all sampled from one policy version in sync and thundersync."""
+  """B_k: the groups of one update; `policy_version` is the learner's, and in sync and thundersync that of every token."""
 
   update: int
   policy_version: int

@@ -143,7 +143,7 @@ def test_persistent_engine_failure_is_raised_and_never_scored(make, template, er
 
 
 def test_reply_of_another_policy_version_is_refused(make, template):
-  with pytest.raises(types.PolicyVersionError, match=r'versions 7\.\.7 where 0'):
+  with pytest.raises(types.PolicyVersionError, match=r'version 7\.\.7, expected 0'):
     make([], engine=ScriptedEngine(template, [block('submit')], version=7)).go()
 
 

@@ -86,6 +86,15 @@ def test_versions_that_changed_within_the_reply_are_caught():
     replying(json.dumps(changed(weight_versions=spans)), GenerateRequest((1,), 2, expected_version=3))
 
 
+def test_a_reply_may_hold_newer_versions_where_weights_are_published_in_flight():
+  spans = [{'version': 2, 'start': 0, 'end': 1}, {'version': 4, 'start': 1, 'end': 2}]
+  ask = lambda expected: replying(json.dumps(changed(weight_versions=spans)), GenerateRequest((1,), 2, expected_version=expected, newer_too=True))
+  reply = ask(2)
+  assert (reply.version_start, reply.version_end, reply.version_tokens, reply.versions) == (2, 4, (1, 0, 1), (2, 4))
+  with pytest.raises(types.PolicyVersionError, match='2..4, expected 3 or newer'):
+    ask(3)
+
+
 def test_server_errors_are_retried_a_few_times_then_reported():
   with pytest.raises(types.InfrastructureError, match='failed 3 times.*boom'):
     replying('{"error": {"message": "boom"}}', status=500)
@@ -220,7 +229,7 @@ def test_a_version_that_changed_around_a_completion_is_caught():
   (error,) = Completions(versions=(3, 4))(sampling(expected_version=4))
   assert isinstance(error, types.PolicyVersionError) and '3..4, expected 4' in str(error)
   (reply,) = Completions(versions=(3, 4))(sampling())
-  assert (reply.version_start, reply.version_end) == (3, 4)
+  assert (reply.version_start, reply.version_end) == (3, 4) and reply.versions == (3, 3)  # not told: the oldest it can be
   (error,) = Completions(versions=(4, 3))(sampling())  # it came back with an older one
   assert isinstance(error, types.InfrastructureError) and 'runs backwards' in str(error)
 

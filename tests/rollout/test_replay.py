@@ -76,7 +76,7 @@ def test_turns_are_told_when_their_tokens_were_fixed_and_their_scores_at_once():
       assert event.log_probs == turns[n].teacher_log_probs
     else:  # as it was told while sampling
       fixed = event.turn
-      assert (fixed.sampled, fixed.context_ids) == (turns[n].sampled, turns[n].context_ids)
+      assert (fixed.sampled, fixed.context_ids) == (replay.of_version(turns[n].sampled, 3), turns[n].context_ids)
       assert (fixed.action, fixed.observation, fixed.teacher_log_probs) == (None, '', None) and fixed.tool_start_s == fixed.tool_end_s
     assert -0.01 <= at - (origin + 2.0 * (0.02 + 0.05 * n)) < 0.05  # the request's end; the tool's came 0.08 later
 
@@ -102,3 +102,28 @@ def test_close_stops_in_the_middle():
   assert time.time() - begin < 1.0
   while not events.empty():  # recorded without times, turns are due at once
     assert isinstance(events.get(), types.TurnFixed)
+
+
+def test_updates_overlap_on_the_slots_of_the_recording_and_carry_what_is_published_meanwhile():
+  made = []
+  for n, t in enumerate(offline.random_batch(np.random.default_rng(3), groups=2, size=2, max_turns=2).trajectories):
+    start = 100.0 + 0.2 * (n // 2)  # two slots: the second pair begins where the first ends
+    turns = tuple(dataclasses.replace(u, request_start_s=start + 0.1 * i, request_end_s=start + 0.1 * i + 0.05) for i, u in enumerate(t.turns))
+    made.append(dataclasses.replace(t, turns=turns, start_s=start, content_s=start + 0.2, reward_s=start + 0.2))
+  rewarded = queue.Queue()
+  player = replay.Replayer(lambda e: rewarded.put(e.trajectory) if isinstance(e, types.RewardFixed) else None)
+  player.publish(0)
+  player.submit_update(0, 0, made, newer_too=True)
+  player.submit_update(1, 0, made, newer_too=True)
+  time.sleep(0.45)
+  player.publish(1)
+  got = [rewarded.get(timeout=5) for _ in range(8)]
+  player.close()
+  assert [t.update for t in got] == [0] * 4 + [1] * 4
+  first, second = got[:4], got[4:]
+  begin = min(t.start_s for t in first)
+  assert [round(t.start_s - begin, 2) for t in sorted(second, key=lambda t: t.start_s)] == [0.4, 0.4, 0.6, 0.6]  # no faster than it was recorded
+  for t in got:
+    for turn in t.turns:
+      assert turn.sampled.versions == (int(turn.request_start_s - begin > 0.45),) * len(turn.sampled.token_ids)
+    assert t.policy_version == min(u.sampled.version_start for u in t.turns)

@@ -76,7 +76,10 @@ class Deadlines:
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-  """One trajectory to sample.  `task` has a `task_id`; the rest is as in `types.Trajectory`."""
+  """One trajectory to sample.  `task` has a `task_id`; the rest is as in `types.Trajectory`.
+
+  `newer_too`: versions published since it was submitted may sample it too, from any token on.
+  """
 
   update: int
   group: int
@@ -85,6 +88,7 @@ class Assignment:
   prompt_ids: tuple[int, ...]
   policy_version: int
   run_seed: int
+  newer_too: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +201,7 @@ async def _sample(assignment: Assignment, setup: AgentSetup, engine: Engine, env
     request = protocol.GenerateRequest(
         token_ids=tuple(context), max_tokens=limits.reply_tokens(generated, len(context)), temperature=limits.temperature,
         seed=protocol.sampling_seed(a.run_seed, a.update, a.task.task_id, a.index, index), stop_token_ids=template.stop_ids,
-        expected_version=a.policy_version, request_id=f'{a.update}-{a.group}-{a.index}-{index}-{attempt}')
+        expected_version=a.policy_version, request_id=f'{a.update}-{a.group}-{a.index}-{index}-{attempt}', newer_too=a.newer_too)
     request_start_s = time.time()
     sampled = await engine.generate(request)
     request_end_s = time.time()
@@ -227,7 +231,8 @@ async def _sample(assignment: Assignment, setup: AgentSetup, engine: Engine, env
     pending = tuple(template.observation(text, previous_finished=ended_turn))
     reason = terminal_reason(limits, turns=len(turns), generated=generated, context=len(context) + len(pending), result=result)
   await _guard('environment freeze', setup.deadlines.close_s, environment.freeze())
-  return types.Trajectory(update=a.update, group=a.group, index=a.index, task_id=a.task.task_id, policy_version=a.policy_version,
+  oldest = min((t.sampled.version_start for t in turns if t.sampled.token_ids), default=a.policy_version)
+  return types.Trajectory(update=a.update, group=a.group, index=a.index, task_id=a.task.task_id, policy_version=oldest,
                           prompt_ids=tuple(a.prompt_ids), turns=tuple(turns), terminal_reason=reason, start_s=start_s,
                           content_s=time.time())
 
@@ -272,10 +277,7 @@ def _check_reply(sampled: types.SampledTokens, request: protocol.GenerateRequest
   if len(sampled.token_ids) > request.max_tokens:
     raise types.InfrastructureError(f'the engine returned {len(sampled.token_ids)} tokens for request {request.request_id} of at '
                                     f'most {request.max_tokens}')
-  if (sampled.version_start, sampled.version_end) != (request.expected_version,) * 2:
-    raise types.PolicyVersionError(
-        f'request {request.request_id} was answered by policy versions {sampled.version_start}..{sampled.version_end} where '
-        f'{request.expected_version} is being trained: publish that version to the engine before sampling')
+  request.check_version(sampled, f'request {request.request_id}')
 
 
 def _reply_text(sampled: types.SampledTokens, template: Any) -> str:

@@ -25,7 +25,7 @@ Groups = Sequence[tuple[types.GroupPlan, Any]]
 class AgentPool:
   """Runs the trajectories of updates under a concurrency limit.
 
-  Trajectories start group by group.  One keeps its slot until its content is fixed; its verification then runs under a
+  Trajectories start group by group, updates in the order they were submitted.  One keeps its slot until its content is fixed; its verification then runs under a
   limit of its own.  The first error that retries do not cure ends its update: the remaining trajectories are cancelled and
   one `RolloutFailed` is emitted.  Use as a context manager: leaving it, also by Ctrl-C, ends every environment.
   """
@@ -74,7 +74,7 @@ class AgentPool:
     return self
 
   def submit_update(self, update: int, policy_version: int, groups: Groups,
-                    skip: Collection[tuple[int, int]] = ()) -> concurrent.futures.Future:
+                    skip: Collection[tuple[int, int]] = (), newer_too: bool = False) -> concurrent.futures.Future:
     """Registers the trajectories of an update; they start as slots come free.  Returns at once, from any thread.
 
     Args:
@@ -82,6 +82,7 @@ class AgentPool:
       policy_version: version every reply must state.
       groups: (plan, task) in the order they should start.
       skip: (group, index) of trajectories that exist already (an interrupted update being resumed).
+      newer_too: replies may also state newer versions: weights are published while they are sampled.
 
     Returns:
       A future of the sampled trajectories with rewards, by group then index; it fails with the error that ended the update.
@@ -99,7 +100,7 @@ class AgentPool:
         raise types.ConfigError(f'group {plan.index} is planned for task {plan.task_id} but was given {task.task_id}')
     if self._loop is None or not self._thread.is_alive():
       raise types.InfrastructureError('the agent pool is not running: call start(), and submit nothing after close()')
-    return asyncio.run_coroutine_threadsafe(self._run_update(update, policy_version, list(groups), frozenset(skip)), self._loop)
+    return asyncio.run_coroutine_threadsafe(self._run_update(update, policy_version, list(groups), frozenset(skip), newer_too), self._loop)
 
   def close(self) -> None:
     """Cancels what runs, ends its environments and the thread.  Idempotent.
@@ -137,6 +138,7 @@ class AgentPool:
     self._stop = asyncio.Event()
     self._slots, self._verify_slots = (asyncio.Semaphore(n) for n in self._limits)
     self._updates: set[asyncio.Task] = set()
+    self._starting = asyncio.Lock()  # an update's trajectories wait until those submitted before it have started
     self._loop = asyncio.get_running_loop()
     self._ready.set()
     try:
@@ -149,18 +151,18 @@ class AgentPool:
         await engines.close()
 
   async def _run_update(self, update: int, policy_version: int, groups: Groups,
-                        skip: frozenset[tuple[int, int]]) -> tuple[types.Trajectory, ...]:
+                        skip: frozenset[tuple[int, int]], newer_too: bool) -> tuple[types.Trajectory, ...]:
     this = asyncio.current_task()
     self._updates.add(this)
     this.add_done_callback(self._updates.discard)
     running: list[asyncio.Task] = []
     try:
-      async with asyncio.TaskGroup() as trajectories:
+      async with asyncio.TaskGroup() as trajectories, self._starting:
         for plan, task in groups:
           for index in (i for i in range(plan.size) if (plan.index, i) not in skip):
             await self._slots.acquire()
             release = _once(self._slots.release)
-            assignment = loop_lib.Assignment(update, plan.index, index, task, plan.prompt_ids, policy_version, self._run_seed)
+            assignment = loop_lib.Assignment(update, plan.index, index, task, plan.prompt_ids, policy_version, self._run_seed, newer_too)
             running.append(trajectories.create_task(self._run_trajectory(assignment, release)))
             running[-1].add_done_callback(lambda _, release=release: release())
     except BaseExceptionGroup as failures:

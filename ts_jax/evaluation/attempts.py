@@ -25,7 +25,7 @@ def evaluate(sampler: Sampler, update: int, policy_version: int, groups: Sequenc
   Sampling seeds come from a negative update number, so no evaluation shares one with training.
 
   Args:
-    sampler: an agent pool; nothing else may be running on it.
+    sampler: an agent pool; other trajectories may be running on it, and nothing may be published meanwhile.
     update: how many updates the policy has had.
     policy_version: version the engines serve.
     groups: one (plan, task) per task; the plan's size is the number of attempts.

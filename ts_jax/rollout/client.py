@@ -97,17 +97,13 @@ class EngineClient:
 
     Raises:
       ConfigError: the engine refuses the request (too long, unknown id, unsupported parameter).
-      PolicyVersionError: tokens come from another version than `request.expected_version`.
+      PolicyVersionError: tokens come from versions that the request does not accept.
       InfrastructureError: no answer by the deadline, or an answer that makes no sense.
     """
     where = f'engine {self.url}, request {request.request_id!r}'
     body = protocol.generate_body(request, '')
     sampled = protocol.parse_sampled(await self._post(body, timeout_s or self._timeout_s, where), where)
-    expected = request.expected_version
-    if expected is not None and sampled.token_ids and (sampled.version_start, sampled.version_end) != (expected, expected):
-      raise types.PolicyVersionError(
-          f'{where}: tokens come from policy version {sampled.version_start}..{sampled.version_end}, expected {expected}: '
-          'publish that version to this engine before sampling')
+    request.check_version(sampled, where)
     return sampled
 
   async def score(self, token_ids: tuple[int, ...], start: int, timeout_s: float | None = None,

@@ -29,6 +29,7 @@ class GenerateRequest:
     seed: makes the reply a function of prompt and weights (`sampling_seed`).
     stop_token_ids: sampling stops after one of these; it is part of the reply.
     expected_version: the policy version every token must come from, or None to accept any.
+    newer_too: tokens may come from newer versions as well, published while the request was in flight.
     request_id: appears in logs and errors.
     ignore_eos: sample `max_tokens` whatever comes (benchmarks).
   """
@@ -41,6 +42,7 @@ class GenerateRequest:
   expected_version: int | None = None
   request_id: str = ''
   ignore_eos: bool = False
+  newer_too: bool = False
 
   def __post_init__(self):
     if not self.token_ids:
@@ -51,6 +53,23 @@ class GenerateRequest:
       raise ValueError(f'request {self.request_id!r}: temperature={self.temperature} must be finite and not negative')
     if not 0 <= self.seed <= MAX_SEED:
       raise ValueError(f'request {self.request_id!r}: seed={self.seed} must be in [0, 2**63)')
+
+  def check_version(self, sampled: types.SampledTokens, where: str) -> None:
+    """Refuses a reply of other policy versions than the request wants.
+
+    Args:
+      sampled: the reply.
+      where: names the engine and request in the error.
+
+    Raises:
+      PolicyVersionError: as said.
+    """
+    expected, first, last = self.expected_version, sampled.version_start, sampled.version_end
+    if expected is None or not sampled.token_ids or (first == expected and last == expected) or (self.newer_too and first >= expected):
+      return
+    raise types.PolicyVersionError(
+        f'{where}: tokens come from policy version {first}..{last}, expected {expected}{" or newer" if self.newer_too else ""}: publish that '
+        'version to this engine before sampling')
 
 
 def sampling_seed(run_seed: int, update: int, task_id: str, trajectory: int, turn: int) -> int:
@@ -136,10 +155,20 @@ def parse_sampled(reply: Any, where: str) -> types.SampledTokens:
     if not token_ids and reason is not types.FinishReason.ABORT:
       raise ValueError(f'finished ({reason.value}) without a token')
     first, last = (spans[0][2], spans[-1][2]) if spans else (0, 0)
-    return types.SampledTokens(token_ids, log_probs, first, last, reason)
+    return types.SampledTokens(token_ids, log_probs, first, last, reason, _version_tokens(spans))
   except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
     raise types.InfrastructureError(f'{where}: the reply is not a generate reply ({type(e).__name__}: {e}): is another server '
                                     f'or version behind this URL?  It began {str(reply)[:200]!r}') from e
+
+
+def _version_tokens(spans: list[tuple[int, int, int]]) -> tuple[int, ...]:
+  """Tokens of each version from the first to the last of (start, end, version); empty where all have one, or a span holds none."""
+  if not spans or spans[0][2] >= spans[-1][2] or any(start == end for start, end, _ in spans):
+    return ()
+  counts = dict.fromkeys(range(spans[0][2], spans[-1][2] + 1), 0)
+  for start, end, version in spans:
+    counts[version] += end - start
+  return tuple(counts.values())
 
 
 def parse_prompt_log_probs(reply: Any, token_ids: tuple[int, ...], where: str) -> tuple[list[float | None], int]:
