@@ -100,15 +100,16 @@ def get_config() -> config_dict.ConfigDict:
           entropy=0.0,  # coefficient of the policy's entropy
       ),
       mismatch=config_dict.create(  # k3 of the sampler's log-probs against the learner's, nats per token: see `streaming.mismatch`
-          warn=0.0,  # above it an update warns; 0: 1e-8 where both are float32, else 0.01; 'inf': never
-          stop=0.0,  # above it the run stops before the step is taken; 0: 1e-5 where both are float32, else 0.1; 'inf': never
+          warn=0.0,  # above it an update warns; 0: 1e-8 where both are float32, else 0.01, and no limit where tokens are old; 'inf': never
+          stop=0.0,  # above it the run stops before the step is taken; 0: 1e-5 where both are float32, else 0.1, or no limit; 'inf': never
       ),
       batch=config_dict.create(prompts=32, group_size=8),
       optimizer=config_dict.create(
           learning_rate=1e-6, b1=0.9, b2=0.999, epsilon=1e-8, weight_decay=0.0, max_norm=1.0, moment_dtype='float32'),
       schedule=config_dict.create(
-          name='thundersync',  # or 'sync'
-          granularity='trajectory',  # or 'group', 'turn' (differentiated as they arrive), 'forward' (turns run forward as they arrive)
+          name='thundersync',  # or 'sync', 'async' (one update behind), 'fully_async' (rollout goes on all the time)
+          max_staleness=0,  # 'fully_async' only: most updates that a trained token may be old; 0: 2
+          granularity='trajectory',  # of 'thundersync', or 'group', 'turn' (differentiated as they arrive), 'forward' (turns run forward as they arrive)
           accumulator='float32',  # or 'exact': bitwise independent of arrival order
           admission_cap=4,  # groups that may hold statistics at once
           pack_rows=(4, 1),  # sources of a group run together once their advantages are known (float32 only)

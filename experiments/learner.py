@@ -9,7 +9,7 @@ from typing import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 
-from experiments import wiring
+from experiments import schedules, wiring
 from ts_jax import types
 from ts_jax.kernels import fold, products
 from ts_jax.models import staged
@@ -105,18 +105,18 @@ def lane(config, student: wiring.Student, trajectories: open_trajectories_lib.Op
 
 
 def policy(config) -> scheduler.Policy:
-  """The schedule; `with_memory` adds what the memory budget permits."""
+  """How lanes work under the config's schedule; `with_memory` adds what the memory budget permits."""
   settings = config.schedule
-  if settings.name not in ('sync', 'thundersync'):
-    raise types.ConfigError(f"schedule {settings.name!r} is unknown: use 'sync' or 'thundersync'")
+  schedules.max_staleness(config)
   if settings.accumulator not in fold.KINDS:
     raise types.ConfigError(f'accumulator {settings.accumulator!r} is unknown: use one of {fold.KINDS}')
   streaming = tuple(g for g in scheduler.GRANULARITIES if g != 'batch')
   if settings.granularity not in streaming:
     raise types.ConfigError(f'granularity {settings.granularity!r} is unknown: use one of {streaming}')
   by_turns = settings.granularity in ('turn', 'forward')
-  if by_turns and settings.name == 'sync':
-    raise types.ConfigError(f"granularity {settings.granularity!r} streams, which schedule 'sync' does not: set "
+  whole = settings.name != 'thundersync'  # batches: as cheaply as possible, once they are complete
+  if by_turns and whole:
+    raise types.ConfigError(f'granularity {settings.granularity!r} streams, which schedule {settings.name!r} does not: set '
                             'schedule.granularity=trajectory')
   if config.learner.keep not in staged.KEEP:
     raise types.ConfigError(f'config.learner.keep={config.learner.keep!r} is unknown: use one of {staged.KEEP}')
@@ -126,7 +126,7 @@ def policy(config) -> scheduler.Policy:
     raise types.ConfigError(f'config.objective.max_distinct_rewards={config.objective.max_distinct_rewards} must be at least 1')
   direct = settings.accumulator == 'float32'
   return scheduler.Policy(
-      granularity='batch' if settings.name == 'sync' else settings.granularity, direct=direct, admission_cap=settings.admission_cap,
+      granularity='batch' if whole else settings.granularity, direct=direct, admission_cap=settings.admission_cap,
       pack_rows=tuple(settings.pack_rows) if direct and not by_turns else (1,), objective=objective(config),
       reward_sums=config.objective.max_distinct_rewards)
 
@@ -175,10 +175,14 @@ def optimizer(config) -> barrier.OptimizerConfig:
 def mismatch_limits(config) -> mismatch.Limits:
   """How far learner and sampler may be apart: as the config says, or (0) what the coarser of their precisions explains.
 
-  Replayed log-probs may be of other parameters: nothing limits them.
+  Replayed log-probs may be of other parameters: nothing limits them.  Where the schedule trains old tokens, training explains more than
+  precision does: only what the config says.
   """
   if config.rollout.replay:
     return mismatch.Limits(math.inf, math.inf)
+  if config.schedule.name in schedules.STALE:
+    stop = config.mismatch.stop or math.inf
+    return mismatch.Limits(config.mismatch.warn or stop, stop)
   coarse = config.model.dtype == 'bfloat16' or wiring.sampler_dtype(config) != 'float32'
   warn, stop = mismatch.DEFAULTS['bfloat16' if coarse else 'float32']
   stop = config.mismatch.stop or stop

@@ -14,6 +14,7 @@ import numpy as np
 from experiments import learner, offline, recording, wiring
 from ts_jax import types
 from ts_jax.models import llama
+from ts_jax.rollout import replay as replay_lib
 from ts_jax.streaming import barrier, lane as lane_lib
 
 _MOST_RECORDED = 4  # batches recorded for each that is wanted, before giving up
@@ -47,7 +48,7 @@ def recorded_batches(config, folder: pathlib.Path, updates: int) -> list[types.L
 
 def _as_update(k: int, batch: types.LogicalBatch) -> types.LogicalBatch:
   groups = tuple(dataclasses.replace(g, trajectories=tuple(
-      dataclasses.replace(t, update=k, policy_version=k) for t in g.trajectories)) for g in batch.groups)
+      replay_lib.renamed(t, k, k) for t in g.trajectories)) for g in batch.groups)
   return types.LogicalBatch(k, k, groups)
 
 

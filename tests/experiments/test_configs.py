@@ -17,7 +17,8 @@ def train(*arguments, timeout_s=120):
 @pytest.mark.parametrize('setting, told', [
     ('--config.updatez=3', 'Did you mean "updates"'),
     ('--config.updates=many', 'many'),
-    ('--config.schedule.name=asink', "'asink' is unknown: use 'sync' or 'thundersync'"),
+    ('--config.schedule.name=asink', "'asink' is unknown: use one of ('sync', 'thundersync', 'async', 'fully_async')"),
+    ('--config.schedule.max_staleness=1', "max_staleness=1 is a setting of schedule 'fully_async'"),
     ('--config.model.source=/nowhere', '/nowhere'),
     ('--config.agent.sandbox=jail', 'jail'),
     ('--config.tasks.root=/nowhere', '/nowhere'),

@@ -9,6 +9,7 @@ from experiments import offline, reference
 from tests.streaming import cases
 from ts_jax import types
 from ts_jax.objectives import policy_gradient
+from ts_jax.rollout import replay
 from ts_jax.streaming import barrier, scheduler, update
 from ts_jax.streaming.buckets import Buckets
 
@@ -182,7 +183,7 @@ def test_sampler_log_probs_of_unscored_tokens_never_enter():
 
 def test_a_trajectory_of_another_policy_version_stops_the_update():
   batch = offline.random_batch(np.random.default_rng(1), groups=1, size=2)
-  stale = types.Trajectory.from_json({**batch.trajectories[1].to_json(), 'policy_version': 7})
+  stale = replay.renamed(batch.trajectories[1], 0, 7)
   groups = (types.Group(0, 'task0', stale.prompt_ids, (batch.trajectories[0], stale)),)
   with pytest.raises(types.PolicyVersionError, match='version 7, the update runs at 0'):
     cases.direction(types.LogicalBatch(0, 0, groups), cases.tiny_params('float32'), cases.STREAM)

@@ -97,7 +97,7 @@ def test_resume_drops_what_will_run_again(run):
 def test_resume_can_keep_the_finished_trajectories_of_the_interrupted_update(run):
   for update in (1, 2):
     run.append_trajectory(trajectory(update))
-  run.resume_at(1, keep_trajectories=True)
+  run.resume_at(1, keep_trajectories=1)
   assert run.read_trajectories(1) == [trajectory(1)] and run.updates_with_trajectories() == [1]
 
 

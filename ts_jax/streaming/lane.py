@@ -72,7 +72,7 @@ class Lane:
     self.update = -1
     self.mismatch = mismatch_lib.Mismatch()
 
-  def begin(self, update: int, params, plans: Sequence[types.GroupPlan], policy_version: int) -> None:
+  def begin(self, update: int, params, plans: Sequence[types.GroupPlan]) -> None:
     """Starts an update at `params`; the lane reads them and never changes them."""
     for plan in plans:
       if len(plan.prompt_ids) < 2:
@@ -80,7 +80,6 @@ class Lane:
     self.update = update
     self._params = params if self._device is None else jax.device_put(params, self._device)
     self._plans = {p.index: p for p in plans}
-    self._version = policy_version
     self._groups: dict[int, _Group] = {}
     self._statistics = statistics_lib.of(self._objective, self._kind, self._centre)
     self._data: dict[tuple[int, int], sources_lib.SourceData] = {}
@@ -103,15 +102,7 @@ class Lane:
     return self._trajectories.steps((group, index))
 
   def register(self, trajectory: types.Trajectory) -> sources_lib.SourceData:
-    """Hands over a finished trajectory.
-
-    Raises:
-      PolicyVersionError: it was sampled from another policy version than this update's.
-    """
-    if trajectory.policy_version != self._version:
-      raise types.PolicyVersionError(
-          f'trajectory {trajectory.index} of group {trajectory.group} was sampled at policy version {trajectory.policy_version}, '
-          f'the update runs at {self._version}')
+    """Hands over a finished trajectory."""
     at = (trajectory.group, trajectory.index)
     self._data[at] = sources_lib.SourceData.of(trajectory)
     if trajectory.branches:

@@ -14,6 +14,7 @@ from ts_jax.kernels import fold
 from ts_jax.streaming import lane as lane_lib
 from ts_jax.streaming import mismatch as mismatch_lib
 from ts_jax.streaming import scheduler
+from ts_jax.streaming import staleness as staleness_lib
 
 
 class EventStream(Protocol):
@@ -33,6 +34,7 @@ class UpdateResult:
     normaliser: factor of the summed direction, known once every length is.
     spans: learner spans with readiness.
     mismatch: learner against sampler log-probs, of the sources that were computed.
+    staleness: lags of the batch's tokens.
     skipped, wasted: sources never computed, and computed in vain, because their group was uniform.
     rollout_end_s: when the last reward arrived; learner_end_s: when the last group closed (run's clock).
   """
@@ -42,6 +44,7 @@ class UpdateResult:
   normaliser: float
   spans: tuple[types.Span, ...]
   mismatch: mismatch_lib.Mismatch
+  staleness: staleness_lib.Staleness
   skipped: int
   wasted: int
   rollout_end_s: float
@@ -51,8 +54,8 @@ class UpdateResult:
 class _Batch:
   """Collects trajectories and when each became ready."""
 
-  def __init__(self, update: int, policy_version: int, plans: Sequence[types.GroupPlan]):
-    self.update, self.version, self.plans = update, policy_version, plans
+  def __init__(self, update: int, policy_version: int, plans: Sequence[types.GroupPlan], lags: staleness_lib.Lags):
+    self.update, self.version, self.plans, self.lags = update, policy_version, plans, lags
     self.trajectories: dict[tuple[int, int], types.Trajectory] = {}
     self.ready_s: dict[tuple[int, int], float] = {}
 
@@ -64,28 +67,30 @@ class _Batch:
 
 
 def run_update(update: int, policy_version: int, params, plans: Sequence[types.GroupPlan], events: EventStream,
-               lanes: Sequence[lane_lib.Lane], policy: scheduler.Policy, *, stall_timeout_s: float = 600.0,
+               lanes: Sequence[lane_lib.Lane], policy: scheduler.Policy, *, lags: staleness_lib.Lags = staleness_lib.Lags(),
+               stall_timeout_s: float = 600.0,
                observe: Callable[[types.RolloutEvent | types.Span], None] = lambda _: None) -> UpdateResult:
   """Runs the learner's side of one update until every group is closed.
 
   Args:
     update: k.
-    policy_version: version of `params`; every trajectory must carry it.
+    policy_version: version of `params`.
     params: theta_k, read only.
     plans: the update's groups, index order.
     events: rollout events of this update.
     lanes: the learner lanes, by index; they run in turn.
     policy: the schedule.
+    lags: how far behind `policy_version` the version of a token may, and must, be.
     stall_timeout_s: longest wait without any event before the update is given up.
     observe: called with every event and every learner span, for progress and traces.
 
   Raises:
     TsJaxError: the rollout side failed or stalled.
-    PolicyVersionError: a trajectory of another version arrived.
+    PolicyVersionError: a trajectory with a token of another version arrived.
   """
   for lane in lanes:
-    lane.begin(update, params, plans, policy_version)
-  record = _Batch(update, policy_version, plans)
+    lane.begin(update, params, plans)
+  record = _Batch(update, policy_version, plans, lags)
   state, assignments = scheduler.start(policy, [p.size for p in plans], len(lanes))
   spans: list[types.Span] = []
   learner_end_s = time.time()
@@ -132,7 +137,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
   tokens = sum(t.scored_tokens for t in batch.trajectories)
   mismatch = functools.reduce(operator.add, (lane.mismatch for lane in lanes))
   return UpdateResult(batch, tuple(lane.finish() for lane in lanes), policy.objective.normaliser(tokens), tuple(spans), mismatch,
-                      state.skipped, state.wasted, rollout_end_s, learner_end_s)
+                      staleness_lib.Staleness.of(batch.trajectories, policy_version), state.skipped, state.wasted, rollout_end_s, learner_end_s)
 
 
 def _drain(events: EventStream) -> Iterable[types.RolloutEvent | types.Span]:
@@ -162,6 +167,7 @@ def _translate(event: types.RolloutEvent | types.Span, update: int, lanes: Seque
     raise types.TsJaxError(f'update {update} received trajectory {trajectory.key} of another update')
   at = (trajectory.group, trajectory.index)
   if isinstance(event, types.ContentFixed):
+    record.lags.check(trajectory, record.version)
     data = [lane.register(trajectory) for lane in lanes][0]
     needed = ['teacher'] * policy.objective.needs_teacher + ['reference'] * ('reference' in policy.objective.terms.needs)
     for scorer in needed:

@@ -20,7 +20,7 @@ class UpdateRecord(types.Record):
 
   Attributes:
     update: 0-based.
-    policy_version: version its trajectories were sampled from.
+    policy_version: version of the parameters its gradients were taken at.
     time_s: when it ended, on the run's clock.
     reward_mean, reward_std: over trajectories, population std.
     success_rate: share of trajectories that passed every test.
@@ -34,14 +34,15 @@ class UpdateRecord(types.Record):
     sampler_ess: effective sample size of the importance weights learner / engine, as a share of the tokens.
     grad_norm: global norm before clipping.
     learning_rate: of the optimizer step.
-    step_s: whole update.
-    rollout_s: first request to last reward.
+    step_s: whole update; where batches are sampled ahead, from when the learner was free.
+    rollout_s: first request to last reward, what of it lies within the step.
     learner_busy_s, learner_idle_s: of the step, summed over lanes and divided by their number.
     tail_s: learner work that remained after the last reward.
     optimizer_s, publish_s: reduction and optimizer step; publication up to the last acknowledgement.
-    tokens_per_s: generated tokens / rollout_s.
+    tokens_per_s: generated tokens per second from first request to last reward.
     skipped_sources, wasted_sources: sources of uniform groups that were never started, and that were computed in vain.
     terminal: trajectories by terminal reason.
+    lag_mean, lag_max: `policy_version` minus the version a token was sampled from, over all sampled tokens.
   """
 
   update: int
@@ -76,6 +77,8 @@ class UpdateRecord(types.Record):
   skipped_sources: int
   wasted_sources: int
   terminal: dict
+  lag_mean: float | None = None
+  lag_max: int | None = None
 
   kind = 'update'
 

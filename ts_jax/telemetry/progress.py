@@ -86,7 +86,12 @@ def format_update(record: Mapping[str, Any], updates: int) -> str:
           f'  reward {_number(record["reward_mean"], "5.3f")}  success {_number(record["success_rate"], "4.0%")}'
           f'  mixed groups {record["groups"] - record["groups_uniform"]}/{record["groups"]}  {record["scored_tokens"]} tok'
           f'  step {format_duration(step)} (rollout {format_duration(record["rollout_s"])} tail {format_duration(record["tail_s"])})'
-          f'  learner {busy} busy')
+          f'  learner {busy} busy{_lag(record)}')
+
+
+def _lag(record: Mapping[str, Any]) -> str:
+  """How old the tokens were, in updates; nothing where none was old."""
+  return f'  lag {record["lag_mean"]:.2f} (max {record["lag_max"]})' if record.get('lag_max') else ''
 
 
 def format_evaluation(record: Mapping[str, Any]) -> str:

@@ -5,7 +5,8 @@
     metrics.jsonl                    one `ts_jax.telemetry.metrics` record a line
     tensorboard/                     the same scalars as TensorBoard events
     trace.jsonl                      one `ts_jax.types.Span` a line
-    trajectories/update_000000.jsonl one `ts_jax.types.Trajectory` a line, appended as its reward arrives
+    trajectories/update_000000.jsonl one `ts_jax.types.Trajectory` a line, appended as its reward arrives, by the update it was planned for
+    batches.jsonl                    schedule fully_async: which groups each update took, as [planned update, group]
     checkpoints/                     written by the trainer
     logs/                            engine logs
     report.html                      written by `experiments.report`
@@ -54,6 +55,7 @@ class RunDirectory:
     self.report = self.path / 'report.html'
     self.metrics = jsonlines.JsonLines(self.path / 'metrics.jsonl')
     self.trace = jsonlines.JsonLines(self.path / 'trace.jsonl')
+    self.batches = jsonlines.JsonLines(self.path / 'batches.jsonl')
     self._open_trajectories: tuple[int, jsonlines.JsonLines] | None = None
     self._lock: Any = None
 
@@ -93,6 +95,7 @@ class RunDirectory:
     """Closes every file and gives the lock back."""
     self.metrics.close()
     self.trace.close()
+    self.batches.close()
     if self._open_trajectories:
       self._open_trajectories[1].close()
       self._open_trajectories = None
@@ -108,22 +111,23 @@ class RunDirectory:
   def __exit__(self, *_) -> None:
     self.close()
 
-  def resume_at(self, update: int, keep_trajectories: bool = False) -> None:
+  def resume_at(self, update: int, keep_trajectories: int = 0) -> None:
     """Drops the records of updates that will run again.
 
     An evaluation record is kept up to and including `update`: it describes a policy that had `update` updates.
 
     Args:
       update: next update to run (0-based).
-      keep_trajectories: keep the finished trajectories of `update` itself, for a trainer that uses them again.
+      keep_trajectories: of how many updates, from `update` on, finished trajectories are kept, for a trainer that uses them again.
     """
     self.metrics.keep(lambda r: r.get('update', -1) < update + (r.get('kind') == 'eval'))
     self.trace.keep(lambda r: r['update'] < update)
+    self.batches.keep(lambda r: r['update'] < update)
     if self._open_trajectories:
       self._open_trajectories[1].close()
       self._open_trajectories = None
     for number in self.updates_with_trajectories():
-      if number > update or (number == update and not keep_trajectories):
+      if number >= update + keep_trajectories:
         self._trajectory_file(number).unlink()
 
   # --- writing
@@ -165,6 +169,11 @@ class RunDirectory:
     self._require_lock()
     self.trace.append(span.to_json())
 
+  def append_batch(self, update: int, groups: Iterable[tuple[int, int]]) -> None:
+    """Appends which groups an update took, (planned update, group) each."""
+    self._require_lock()
+    self.batches.append({'update': update, 'groups': [list(g) for g in groups]})
+
   def append_metrics(self, record: Mapping[str, Any]) -> None:
     """Appends one metrics record; `metrics.MetricsWriter` writes TensorBoard too."""
     self._require_lock()
@@ -193,6 +202,10 @@ class RunDirectory:
     """Returns every span, in the order written."""
     return [types.Span.from_json(r) for r in self.trace.read()]
 
+  def read_batches(self) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Returns the (planned update, group) pairs that each update took, where they are not those planned for it."""
+    return {r['update']: tuple((planned, group) for planned, group in r['groups']) for r in self.batches.read()}
+
   def updates_with_trajectories(self) -> list[int]:
     """Returns the updates that have a trajectory file, ascending."""
     if not self.trajectories.is_dir():
@@ -200,7 +213,7 @@ class RunDirectory:
     return sorted(int(m[1]) for p in self.trajectories.iterdir() if (m := _TRAJECTORY_FILE.fullmatch(p.name)))
 
   def read_trajectories(self, update: int) -> list[types.Trajectory]:
-    """Returns the trajectories of one update by group then index; of two records of one, the later one counts."""
+    """Returns the trajectories planned for one update by group then index; of two records of one, the later one counts."""
     latest = {}
     for values in jsonlines.JsonLines(self._trajectory_file(update)).read():
       trajectory = types.Trajectory.from_json(values)

@@ -119,7 +119,8 @@ function drawSteps(pick) {
     small('Gradient norm', 'before clipping', one('norm', 'grad_norm', 'source'), compact),
     small('Sampler gap', '|engine \u2212 learner| log-prob', [...one('largest', 'sampler_gap_max', 'optimizer'), ...one('mean', 'sampler_gap_mean', 'verify')], compact),
     small('Sampler KL', 'engine to learner, k3, nats per token', one('k3', 'sampler_kl_k3', 'optimizer'), compact),
-    small('Effective sample size', 'of importance weights, share of tokens', one('share', 'sampler_ess', 'verify'), compact)));
+    small('Effective sample size', 'of importance weights, share of tokens', one('share', 'sampler_ess', 'verify'), compact),
+    UPDATES.some(u => u.lag_max) && small('Policy lag', 'of sampled tokens, in updates', [...one('largest', 'lag_max', 'optimizer'), ...one('mean', 'lag_mean', 'verify')], compact)));
 }
 
 function flat(object, prefix = '') {
