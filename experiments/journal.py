@@ -20,11 +20,11 @@ class Journal:
     self._family_of, self._learning_rate = family_of, learning_rate
     self._running: set[tuple[int, int, int]] = set()
     self._rewards: dict[tuple[int, int, int], float] = {}  # of trajectories that are not trained
-    self.begin_s = time.time()
+    self._begin_s, self._tokens, self._busy_s = time.time(), 0, 0.0
 
   def begin(self, update: int, total: int) -> None:
     """A new update starts."""
-    self.begin_s, self._tokens, self._busy_s = time.time(), 0, 0.0
+    self._begin_s, self._tokens, self._busy_s = time.time(), 0, 0.0
     self._progress.begin_update(update, total)
     self._show()
 
@@ -45,7 +45,7 @@ class Journal:
     self._show()
 
   def _show(self) -> None:
-    elapsed, done = max(time.time() - self.begin_s, 1e-3), len(self._rewards)
+    elapsed, done = max(time.time() - self._begin_s, 1e-3), len(self._rewards)
     self._progress.set(done=done, running=len(self._running), tokens_per_s=self._tokens / elapsed,
                        reward_mean=sum(self._rewards.values()) / done if done else None, learner_busy=min(1.0, self._busy_s / elapsed))
 
@@ -57,6 +57,10 @@ class Journal:
     """Leaves a line on the terminal."""
     self._progress.line.lasting(f'WARNING   {message}')
 
+  def batch(self, update: int, planned: Sequence[tuple[int, int]]) -> None:
+    """Records which groups an update takes."""
+    self._run.append_batch(update, planned)
+
   def trained(self, done: trainer_lib.Done) -> None:
     """Records an update."""
     result, step_s = done.result, done.end_s - done.begin_s
@@ -64,8 +68,6 @@ class Journal:
     groups = done.planned or [(done.update, g.index) for g in result.batch.groups]
     for t in trajectories:
       self._rewards.pop((*groups[t.group], t.index), None)
-    if done.planned:
-      self._run.append_batch(done.update, done.planned)
     summary = metrics.summarise(trajectories, self._family_of)
     busy_s, optimizer_s = sum(s.end_s - s.start_s for s in result.spans), done.step_end_s - done.barrier_s
     rollout_end_s = max(result.rollout_end_s, done.begin_s + 1e-3)  # it may have nothing left to sample

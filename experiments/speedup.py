@@ -11,17 +11,13 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import queue
-import time
 
 from absl import flags
-import jax
 from ml_collections import config_flags
 import numpy as np
 
-from experiments import cli, learner, recording, wiring
-from ts_jax.rollout import replay as replay_lib
-from ts_jax.streaming import barrier, host_memory, update as update_lib
+from experiments import cli, learner, recording, replayed_schedule, wiring
+from ts_jax.streaming import barrier, host_memory
 from ts_jax.telemetry import progress as progress_lib
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Model, tasks and batch sizes; see configs/.', lock_config=True)
@@ -33,21 +29,9 @@ flags.mark_flags_as_required(['config'])
 
 def step(config, lane, state, policy, trajectories, scale: float):
   """One update; returns (next state, R, learner service, P, step time), seconds."""
-  events: queue.Queue = queue.Queue()
-  replayer = replay_lib.Replayer(events.put_nowait, scale, events.put_nowait)
-  begin = time.time()
-  replayer.submit_update(0, state.policy_version, trajectories)
-  result = update_lib.run_update(0, state.policy_version, state.params, replay_lib.plans(trajectories), events, [lane], policy)
-  barrier_s = time.time()
-  direction = barrier.reduce_lanes(config.schedule.accumulator, result.sums, result.normaliser)
-  rollout = result.rollout_end_s - begin
-  service = sum(s.end_s - s.start_s for s in result.spans)
-  del result
-  state, _ = barrier.apply(learner.optimizer(config), state, direction)
-  jax.block_until_ready(state.params)
-  end = time.time()
-  replayer.close()
-  return state, rollout, service, end - barrier_s, end - begin
+  state, (done,) = replayed_schedule.run(config, [lane], policy, state, [trajectories], scale)
+  service = sum(s.end_s - s.start_s for s in done.result.spans)
+  return state, done.result.rollout_end_s - done.begin_s, service, done.end_s - done.barrier_s, done.end_s - done.begin_s
 
 
 def measure(config, folder: pathlib.Path) -> dict[str, float]:
@@ -60,15 +44,16 @@ def measure(config, folder: pathlib.Path) -> dict[str, float]:
   prompts, longest = {t.prompt_ids for t in flat}, max(len(t.completion_ids) for t in flat)
   # Sync does its cheapest pass, whatever granularity is configured.
   streamed = learner.with_memory(learner.policy(config), config, student, longest)
-  policies = {'sync': learner.policy(_cheapest_sync(config)), 'thundersync': streamed}
+  configs = {'sync': _cheapest_sync(config), 'thundersync': config}
+  policies = {'sync': learner.policy(configs['sync']), 'thundersync': streamed}
   lanes = {name: learner.prepared_lane(config, student, policy, state.params, prompts, longest, f'compile {name}')
            for name, policy in policies.items()}
 
   # Balance: one Sync update per batch with all rewards at once measures L; recorded times are scaled to it.
   scales = []
   for trajectories in batches:
-    state, *_ = step(config, lanes['sync'], state, policies['sync'], trajectories, 0.0)  # settles caches and buffers
-    state, _, service, _, _ = step(config, lanes['sync'], state, policies['sync'], trajectories, 0.0)
+    state, *_ = step(configs['sync'], lanes['sync'], state, policies['sync'], trajectories, 0.0)  # settles caches and buffers
+    state, _, service, _, _ = step(configs['sync'], lanes['sync'], state, policies['sync'], trajectories, 0.0)
     recorded = max(t.reward_s for t in trajectories) - min(t.start_s for t in trajectories)
     scales.append(service / recorded)
 
@@ -77,7 +62,7 @@ def measure(config, folder: pathlib.Path) -> dict[str, float]:
     for _ in range(_ROUNDS.value):
       for trajectories, scale in zip(batches, scales):
         for name, policy in policies.items():
-          state, *row = step(config, lanes[name], state, policy, trajectories, scale)
+          state, *row = step(configs[name], lanes[name], state, policy, trajectories, scale)
           rows[name].append(tuple(row))
           progress.advance()
 
@@ -93,7 +78,7 @@ def measure(config, folder: pathlib.Path) -> dict[str, float]:
 def _cheapest_sync(config):
   """The config with Sync, which packs where it may."""
   sync = config.copy_and_resolve_references()
-  sync.schedule.update(name='sync', granularity='trajectory')
+  sync.schedule.update(name='sync', granularity='trajectory', max_staleness=0)
   return sync
 
 

@@ -148,14 +148,17 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     rollout = rollouts.Sampled(config, student.config, tasks, engines.publisher, agents, run, arrivals.put)
 
   # ---- Training -------------------------------------------------------------------------------------------------------
+  def tick() -> None:
+    arrivals.gather()  # what is being trained with goes on
+    progress.set()
+
   def evaluate(update: int) -> None:
     if agents is None or not (config.evaluation.dev_tasks or config.evaluation.held_out_tasks):
       return
     chosen = {'dev': tasks.dev[:config.evaluation.dev_tasks], 'held_out': tasks.held_out[:config.evaluation.held_out_tasks]}
     groups = wiring.plan_attempts(tasks, [t for part in chosen.values() for t in part], config.evaluation.attempts)
     progress.set(update=min(update, config.updates - 1), phase='evaluate', total=0)
-    trajectories = attempts.evaluate(agents, update, update, groups, arrivals.gather)
-    arrivals.gather()
+    trajectories = attempts.evaluate(agents, update, update, groups, tick)
     for split, part in chosen.items():
       ids = {t.task_id for t in part}
       mine = [t for t in trajectories if t.task_id in ids]

@@ -57,6 +57,9 @@ class Journal(Protocol):
   def warn(self, message: str) -> None:
     """Tells the user."""
 
+  def batch(self, update: int, planned: Sequence[tuple[int, int]]) -> None:
+    """The step of an update is about to be taken, with a batch of (planned update, group) each."""
+
   def trained(self, done: Done) -> None:
     """An update is done."""
 
@@ -175,6 +178,8 @@ class Trainer:
       barrier_s = time.time()
       direction = barrier.reduce_lanes(self._config.schedule.accumulator, result.sums, result.normaliser)
       result = dataclasses.replace(result, sums=())  # two copies of the parameters' size
+      if planned:
+        self._journal.batch(update, planned)
       norm = self._step(direction)
       del direction
       self.next_update = update + 1

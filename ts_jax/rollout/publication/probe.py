@@ -37,21 +37,22 @@ class Probe:
   log_probs: Callable[[Mapping[str, Any]], np.ndarray]
   tolerance: float
 
-  def warm(self, control: control_lib.EngineControl) -> None:
+  def warm(self, control: control_lib.EngineControl, timeout_s: float | None = None) -> None:
     """Leaves keys and values of the prompt, under the version before, where they would be found if nobody dropped them."""
-    control.prompt_log_probs(self.token_ids)
+    control.prompt_log_probs(self.token_ids, timeout_s)
 
-  def check(self, control: control_lib.EngineControl, expected: np.ndarray) -> None:
+  def check(self, control: control_lib.EngineControl, expected: np.ndarray, timeout_s: float | None = None) -> None:
     """Asks again.
 
     Args:
       control: the replica, not paused.
       expected: `log_probs` of the published parameters.
+      timeout_s: of the answer, which waits for a slot where requests are in flight; None: the control's own.
 
     Raises:
       InfrastructureError: something came from a cache, or the log-probs are others.
     """
-    values, cached = control.prompt_log_probs(self.token_ids)
+    values, cached = control.prompt_log_probs(self.token_ids, timeout_s)
     if cached:
       raise types.InfrastructureError(f'engine {control.url} kept keys and values of {cached} tokens across the publication: it '
                                       'would sample from two policies at once')

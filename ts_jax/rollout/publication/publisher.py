@@ -72,7 +72,7 @@ class Publisher:
       engines: `EngineControl` objects, or anything with one as `.control` (EngineClient, EngineProcess).
       exchange_folder: created if needed; one writer only.
       dtype: of the published weights.
-      restart_timeout_s: how long a publication waits for an engine that is restarting.
+      restart_timeout_s: how long a publication waits for an engine that is restarting, or for a slot for the probe.
       mode: 'extension' sends whole files, 'sparse' the changed weights wherever a replica holds the version before; 'auto' is
         'sparse' for dtypes of 16 bits (in float32 a step changes nearly every weight, and both sides would keep a copy for nothing).
       probe: asked before and after each publication; None trusts checksum and version.
@@ -160,7 +160,7 @@ class Publisher:
       return True
     begin = time.perf_counter()
     if self._probe and not control.is_paused():
-      self._probe.warm(control)
+      self._probe.warm(control, self._restart_timeout_s)
     # Not resumed after a failure: an engine whose weights are in doubt must not sample.
     control.pause('keep')
     load = time.perf_counter()
@@ -187,7 +187,7 @@ class Publisher:
 
   def _check(self, control: control_lib.EngineControl, expected: np.ndarray) -> None:
     try:
-      self._probe.check(control, expected)
+      self._probe.check(control, expected, self._restart_timeout_s)
     except types.InfrastructureError as e:
       control.pause('keep')  # only a running engine answers
       raise types.InfrastructureError(f'{e}; it is paused') from e
