@@ -75,8 +75,8 @@ class Journal:
     tail_s = step_s - rollout_s - optimizer_s - done.publish_s if done.ahead else result.learner_end_s - rollout_end_s
     sampling_s = rollout_end_s - min(t.start_s for t in trajectories) if done.ahead else rollout_s
     self._progress.finish_update(self._writer.write(metrics.UpdateRecord(
-        **summary, **result.mismatch.summary(), **result.staleness.summary(), update=done.update, policy_version=result.batch.policy_version,
-        time_s=done.end_s, grad_norm=done.norm, learning_rate=self._learning_rate, step_s=step_s, rollout_s=rollout_s,
+        **summary, **result.mismatch.summary(), **result.staleness.summary(), update=done.update,
+        policy_version=result.batch.policy_version, time_s=done.end_s, grad_norm=done.norm, learning_rate=self._learning_rate, step_s=step_s, rollout_s=rollout_s,
         learner_busy_s=busy_s, learner_idle_s=max(0.0, step_s - busy_s - optimizer_s), tail_s=tail_s,
         optimizer_s=optimizer_s, publish_s=done.publish_s, tokens_per_s=summary['generated_tokens'] / max(sampling_s, 1e-3),
         skipped_sources=result.skipped, wasted_sources=result.wasted)))

@@ -132,8 +132,8 @@ class Arrivals:
       except queue.Empty:
         if not wait:
           return
-        raise types.TsJaxError(f'nothing arrived from the rollout side for {self._stall_timeout_s:.0f} s, and the learner has no complete batch. '
-                               'See the engine log in the run directory; config.rollout.stall_timeout_s sets the limit') from None
+        raise types.TsJaxError(f'nothing arrived from the rollout side for {self._stall_timeout_s:.0f} s, and no batch is complete. See the '
+                               'engine log in the run directory; config.rollout.stall_timeout_s sets the limit') from None
       wait = False
       self._observe(event)
       if isinstance(event, types.RolloutFailed):
@@ -171,7 +171,7 @@ class Complete:
   def __init__(self, trajectories: Sequence[types.Trajectory], arrivals: Arrivals):
     """Args: the batch; where later ones arrive."""
     self._arrivals = arrivals
-    self._events: list[types.RolloutEvent] = [event for t in reversed(trajectories) for event in (types.RewardFixed(t), types.ContentFixed(t))]
+    self._events = [event for t in reversed(trajectories) for event in (types.RewardFixed(t), types.ContentFixed(t))]  # last first
 
   def get(self, block: bool = True, timeout: float | None = None) -> types.RolloutEvent:
     """As `queue.Queue.get`."""

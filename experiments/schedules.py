@@ -122,12 +122,13 @@ class _Groups:
     self._size = len(self._rollout.plans(version))
     self._running: dict[int, tuple[int, types.GroupPlan]] = {}
     self._complete: dict[int, tuple[int, types.GroupPlan]] = {}
+    done = {update * self._size + group for update, group in trained}
+    going_on = [n for n in range(min(version + bound + 1, trainer.updates) * self._size) if n not in done]
     kept: dict[int, int] = {}  # oldest version of what is finished of a group
-    for update in range(min(version + bound + 1, trainer.updates)):
+    for update in sorted({number // self._size for number in going_on}):
       for t in self._rollout.kept(update, 0, version):
         number = update * self._size + t.group
         kept[number] = min([kept.get(number, version), t.policy_version, *t.versions])
-    done = {update * self._size + group for update, group in trained}
     self._pace, starts = pacing.resumed(self._size, trainer.updates, bound, version, done, kept)
     self._start(starts, version)
 

@@ -23,7 +23,7 @@ class Done:
     update: k.
     result: the learner's, without its sums.
     norm: of the direction, before clipping.
-    begin_s, barrier_s, step_end_s, end_s: it began (for a schedule that samples ahead: the learner was free), everything was accumulated, the
+    begin_s, barrier_s, step_end_s, end_s: it began (where sampling goes ahead: the learner was free), everything was accumulated, the
       optimizer step was done, all of it was done; run's clock.
     publish_s: seconds of publication within it.
     ahead: its batch was sampled, in part, before it began.

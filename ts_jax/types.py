@@ -168,7 +168,7 @@ class SampledTokens(Record):
     _require(self.version_start <= self.version_end, f'version span {self.version_start}..{self.version_end} runs backwards')
     span = self.version_end - self.version_start + 1
     _require(not self.version_tokens or (len(self.version_tokens) == span and sum(self.version_tokens) == len(self.token_ids)),
-             f'version_tokens {self.version_tokens} are not the {len(self.token_ids)} ids of versions {self.version_start}..{self.version_end}')
+             f'version_tokens {self.version_tokens} are not of {len(self.token_ids)} ids and versions {self.version_start}..{self.version_end}')
 
   @property
   def versions(self) -> tuple[int, ...]:

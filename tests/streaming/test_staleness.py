@@ -17,8 +17,8 @@ def of_versions(batch, versions):
   """The batch with `versions` dealt out to the sampled tokens of each trajectory, one after the other, a reply holding several."""
   def reply(sampled, first, last):
     some = len(sampled.token_ids) // 2
-    return dataclasses.replace(sampled, version_start=first, version_end=last,
-                               version_tokens=(some,) + (0,) * (last - first - 1) + (len(sampled.token_ids) - some,) if last > first else ())
+    counts = (some, *(0,) * (last - first - 1), len(sampled.token_ids) - some) if last > first else ()
+    return dataclasses.replace(sampled, version_start=first, version_end=last, version_tokens=counts)
 
   def mixed(t):
     ends = [versions[min(i, len(versions) - 1)] for i in range(len(t.turns) + 1)]

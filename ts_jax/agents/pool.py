@@ -25,9 +25,9 @@ Groups = Sequence[tuple[types.GroupPlan, Any]]
 class AgentPool:
   """Runs the trajectories of updates under a concurrency limit.
 
-  Trajectories start group by group, updates in the order they were submitted.  One keeps its slot until its content is fixed; its verification then runs under a
-  limit of its own.  The first error that retries do not cure ends its update: the remaining trajectories are cancelled and
-  one `RolloutFailed` is emitted.  Use as a context manager: leaving it, also by Ctrl-C, ends every environment.
+  Trajectories start group by group, updates in the order they were submitted.  One keeps its slot until its content is fixed;
+  its verification then runs under a limit of its own.  The first error that retries do not cure ends its update: the remaining
+  trajectories are cancelled and one `RolloutFailed` is emitted.  Use as a context manager: leaving it, also by Ctrl-C, ends every environment.
   """
 
   def __init__(self, setup: loop_lib.AgentSetup, engines: replicas.ReplicaSet, *, run_seed: int, concurrency: int,

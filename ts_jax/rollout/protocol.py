@@ -68,8 +68,8 @@ class GenerateRequest:
     if expected is None or not sampled.token_ids or (first == expected and last == expected) or (self.newer_too and first >= expected):
       return
     raise types.PolicyVersionError(
-        f'{where}: tokens come from policy version {first}..{last}, expected {expected}{" or newer" if self.newer_too else ""}: publish that '
-        'version to this engine before sampling')
+        f'{where}: tokens come from policy version {first}..{last}, expected {expected}{" or newer" if self.newer_too else ""}: publish '
+        'that version to this engine before sampling')
 
 
 def sampling_seed(run_seed: int, update: int, task_id: str, trajectory: int, turn: int) -> int:

@@ -6,8 +6,9 @@ s // n - bound is published.  So at most (bound + 1) n groups are under way or w
 Which complete groups a batch takes is free as long as none of the others becomes too old.  A group whose oldest token is of version v
 must be trained by update v + bound, its deadline.  With u the next update, and n places in each, that is possible exactly when for every
 k >= u at most (k - u + 1) n groups have a deadline of k or before.  Starting keeps this true: groups that are not trained are at
-most (v + bound + 1) n - u n.  A batch keeps it true by taking, for every k, enough of the groups with a deadline up to k; what room is left goes to
-whichever are complete, first come first served.  Where one that must go in is not complete, the learner waits for it: it will come.
+most (v + bound + 1) n - u n.  A batch keeps it true by taking, for every k, enough of the groups with a deadline up to k; what room
+is left goes to whichever are complete, first come first served.  Where one that must go in is not complete, the learner waits for it:
+it will come.
 
 Like the scheduler it has no threads and no clock; a shell around it starts groups, and trains.
 """
@@ -89,7 +90,8 @@ def take(pace: Pace) -> tuple[Pace, tuple[int, ...] | None]:
   return dataclasses.replace(pace, update=pace.update + 1, complete=left), tuple(sorted(chosen))
 
 
-def resumed(size: int, updates: int, bound: int, update: int, trained: Collection[int], oldest: Mapping[int, int]) -> tuple[Pace, Sequence[int]]:
+def resumed(size: int, updates: int, bound: int, update: int, trained: Collection[int],
+            oldest: Mapping[int, int]) -> tuple[Pace, Sequence[int]]:
   """A run that goes on at `update`, the version that its engines serve now.
 
   Args:

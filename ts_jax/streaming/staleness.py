@@ -25,8 +25,8 @@ class Lags(NamedTuple):
       first, last = min(versions), max(versions)
       at = f'version {first}' if first == last else f'versions {first}..{last}'
       wanted = '' if self == Lags() else f'; its lag must be {self.least}' + (f' to {self.most}' if self.most > self.least else '')
-      raise types.PolicyVersionError(f'trajectory {trajectory.index} of group {trajectory.group} was sampled at policy {at}, the update runs at '
-                                     f'{version}{wanted}')
+      raise types.PolicyVersionError(f'trajectory {trajectory.index} of group {trajectory.group} was sampled at policy {at}, the update '
+                                     f'runs at {version}{wanted}')
 
 
 @dataclasses.dataclass(frozen=True)

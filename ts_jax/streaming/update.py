@@ -136,8 +136,9 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
   learner_end_s = max([learner_end_s, rollout_end_s, *(s.end_s for s in spans)])
   tokens = sum(t.scored_tokens for t in batch.trajectories)
   mismatch = functools.reduce(operator.add, (lane.mismatch for lane in lanes))
+  staleness = staleness_lib.Staleness.of(batch.trajectories, policy_version)
   return UpdateResult(batch, tuple(lane.finish() for lane in lanes), policy.objective.normaliser(tokens), tuple(spans), mismatch,
-                      staleness_lib.Staleness.of(batch.trajectories, policy_version), state.skipped, state.wasted, rollout_end_s, learner_end_s)
+                      staleness, state.skipped, state.wasted, rollout_end_s, learner_end_s)
 
 
 def _drain(events: EventStream) -> Iterable[types.RolloutEvent | types.Span]:
