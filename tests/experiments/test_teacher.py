@@ -116,7 +116,8 @@ def test_start_lines_say_when_the_chat_template_rewrites_history(config, student
   lines = lambda student: wiring.describe(config, student, wiring.TaskSets((), (), (), {}), box, CORES).splitlines()
   rewriting = dataclasses.replace(student, template=with_template(student.tokenizer, DROPS_REASONING))
   line, = set(lines(rewriting)) - set(lines(student))
-  assert line.startswith('history   the chat template rewrites it: after an observation') and line.endswith('branches, worked on at completion')
+  assert line.startswith('history   the chat template rewrites it: after an observation')
+  assert line.endswith('branches, worked on at completion')
 
 
 def test_a_teacher_that_is_not_there_is_named_at_once(config, student, tmp_path):

@@ -183,7 +183,7 @@ def test_messages_of_another_prompt_are_refused(dropping):
     dropping.following(None, [(sampled, 'o')], path)
 
 
-PIECES = st.sampled_from(['<think>', '</think>', '\n', ' ', 'hello', 'aß🙂', '<|im_end|>', '<|im_start|>assistant\n', '\ue000', '0', 'user'])
+PIECES = st.sampled_from(['<think>', '</think>', '\n', ' ', 'hello', 'aß🙂', '<|im_end|>', '<|im_start|>assistant\n', '\ue000', '0'])
 TEXT = st.lists(PIECES, max_size=6)
 
 
