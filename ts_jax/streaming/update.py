@@ -176,7 +176,7 @@ def _translate(event: types.RolloutEvent | types.Span, update: int, lanes: Seque
         raise types.TsJaxError(f'trajectory {trajectory.key} has no {scorer} log-probs, which the objective needs: was it recorded '
                                f'without a {scorer}?')
     record.ready_s[at] = trajectory.content_s
-    return [scheduler.ContentReady(*at, scored=data.scored, cost=lanes[0].cost(data))]
+    return [scheduler.ContentReady(*at, scored=data.scored, cost=lanes[0].cost(*at) if data.scored else 0)]
   record.trajectories[at] = trajectory
   return [scheduler.RewardReady(*at, reward=trajectory.reward)] if policy.objective.needs_rewards else []
 
