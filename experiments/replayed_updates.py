@@ -55,8 +55,8 @@ def _as_update(k: int, batch: types.LogicalBatch) -> types.LogicalBatch:
 def under(config, granularity: str, accumulator: str = 'float32', dtype: str = 'float32'):
   """The config with this schedule and precision of activations; granularity 'batch' is Sync."""
   changed, sync = config.copy_and_resolve_references(), granularity == 'batch'
-  changed.schedule.update(name='sync' if sync else 'thundersync', granularity='trajectory' if sync else granularity, accumulator=accumulator,
-                          max_staleness=0)
+  changed.schedule.update(name='sync' if sync else 'thundersync', granularity='trajectory' if sync else granularity,
+                          accumulator=accumulator, max_staleness=0)
   changed.model.dtype = dtype
   return changed
 
