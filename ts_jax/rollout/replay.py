@@ -100,7 +100,8 @@ class Replayer:
         self._emit_event(types.ContentFixed(dataclasses.replace(trajectory, reward=None, tests_passed=())))
         for turn in turns:
           at = (update, trajectory.group, trajectory.index, turn.index)
-          self._emit_span(types.Span('engine', turn.request_start_s, turn.request_end_s, *at, tokens=len(turn.sampled.token_ids)))
+          self._emit_span(types.Span('engine', turn.request_start_s, turn.request_end_s, *at, tokens=len(turn.sampled.token_ids),
+                                     version=policy_version))
           if turn.tool_end_s > turn.tool_start_s:
             self._emit_span(types.Span('tool', turn.tool_start_s, turn.tool_end_s, *at))
       else:

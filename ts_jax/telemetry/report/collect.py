@@ -10,8 +10,9 @@ from ts_jax import types
 from ts_jax.models import tokenizer as tokenizer_lib
 from ts_jax.telemetry import metrics
 from ts_jax.telemetry import rundir
+from ts_jax.telemetry import trace
 
-SPAN_KINDS = ('engine', 'tool', 'teacher', 'reference', 'verify', 'forward', 'turn', 'source', 'prompt', 'fold', 'reduce', 'optimizer', 'publish', 'compile')
+SPAN_KINDS = tuple(trace.KINDS)
 _MAX_TEXT = 6000  # characters of one observation or prompt that the page carries
 _REPLACEMENT = '\ufffd'
 
