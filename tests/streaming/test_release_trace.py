@@ -9,7 +9,7 @@ from experiments import offline
 from tests.streaming import cases
 from ts_jax import types
 from ts_jax.objectives import distillation, policy_gradient
-from ts_jax.streaming import scheduler
+from ts_jax.streaming import release_trace, scheduler
 from ts_jax.telemetry import trace
 
 OBJECTIVES = {'grpo': policy_gradient.PolicyGradient(), 'opd': distillation.Distillation()}
@@ -28,13 +28,12 @@ def timed(batch):
   return dataclasses.replace(batch, groups=tuple(made))
 
 
-@pytest.mark.parametrize('name', OBJECTIVES)
-@pytest.mark.parametrize('granularity', scheduler.GRANULARITIES)
+@pytest.mark.parametrize('name, granularity', [('grpo', 'trajectory'), ('opd', 'turn')])
 def test_spans_name_task_version_members_scored_tokens_and_readiness(name, granularity):
-  batch = timed(offline.random_batch(np.random.default_rng(3), teacher=name == 'opd', shared=7))
-  rows = (1,) if granularity in ('turn', 'forward') else (2, 1)
-  policy = scheduler.Policy(granularity, pack_rows=rows, objective=OBJECTIVES[name], kept_cap=2)
-  _, result = cases.direction(batch, cases.tiny_params('float32'), policy, share=True)
+  batch = timed(offline.random_batch(np.random.default_rng(3), groups=2, teacher=name == 'opd', shared=7))
+  policy = scheduler.Policy(granularity, pack_rows=(2, 1) if granularity == 'trajectory' else (1,), objective=OBJECTIVES[name], kept_cap=2)
+  student = dataclasses.replace(cases.TINY, layers=1)
+  _, result = cases.direction(batch, cases.tiny_params('float32', config=student), policy, config=student, share=name == 'grpo')
   spans = result.spans
   of = {t.key[1:]: t for t in batch.trajectories}
   assert {s.version for s in spans} == {batch.policy_version}
@@ -56,8 +55,8 @@ def test_spans_name_task_version_members_scored_tokens_and_readiness(name, granu
   for s in spans:
     if s.kind in ('turn', 'forward'):
       assert s.kind == granularity and s.ready_s == of[s.group, s.index].turns[s.turn].request_end_s  # scores without a span of their own
-  if granularity == 'turn' and name == 'grpo':  # every turn that ran early, once
-    early = {at: sum(s.scored for s in spans if s.kind == 'turn' and (s.group, s.index) == at) for at in computed}
+  if granularity in ('turn', 'forward'):  # no turn counts twice
+    early = {at: sum(s.scored for s in spans if s.kind == granularity and (s.group, s.index) == at) for at in computed}
     assert all(n <= of[at].scored_tokens for at, n in early.items()) and any(early.values())
   records = trace.sources(spans)
   assert [r.members for r in records if r.kind == 'source'] == [s.members for s in sorted(sources, key=lambda s: s.start_s)]
@@ -66,9 +65,8 @@ def test_spans_name_task_version_members_scored_tokens_and_readiness(name, granu
 
 
 def test_readiness_of_a_scored_turn_is_the_end_of_its_score():
-  from ts_jax.streaming import release_trace
   plan = types.GroupPlan(0, 'copy', (1, 2), 1)
-  known = release_trace.ReleaseTrace(4, [plan], False, 1.0)
+  known = release_trace.ReleaseTrace(4, [plan], OBJECTIVES['opd'], 1.0)
   sampled = types.SampledTokens((5, 6), (-1.0, -1.0), 4, 4, types.FinishReason.STOP)
   known.take(types.TurnFixed(0, 0, 0, types.Turn(0, (), sampled, (True, False), request_end_s=2.0)))
   turn = types.Span('turn', 9.0, 10.0, 0, 0, 0, lane=0)

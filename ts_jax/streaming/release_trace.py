@@ -6,6 +6,7 @@ import dataclasses
 from typing import Sequence
 
 from ts_jax import types
+from ts_jax.objectives.objective import Objective
 
 _At = tuple[int, int]  # (group, index)
 
@@ -18,8 +19,9 @@ class ReleaseTrace:
   objective without rewards), of a prompt's forward pass the start of the update.
   """
 
-  def __init__(self, policy_version: int, plans: Sequence[types.GroupPlan], needs_rewards: bool, start_s: float):
-    self._version, self._needs_rewards, self._start_s = policy_version, needs_rewards, start_s
+  def __init__(self, policy_version: int, plans: Sequence[types.GroupPlan], objective: Objective, start_s: float):
+    self._version, self._objective, self._start_s = policy_version, objective, start_s
+    self._scorers = [s for s, needed in (('teacher', objective.needs_teacher), ('reference', 'reference' in objective.terms.needs)) if needed]
     self._tasks = {p.index: p.task_id for p in plans}
     self._turns: dict[_At, dict[int, types.Turn]] = {}
     self._scores_s: dict[_At, dict[str, dict[int, float]]] = {}  # by scorer and turn
@@ -56,9 +58,14 @@ class ReleaseTrace:
     return dataclasses.replace(span, **fields)
 
   def _last_turn(self, kind: str, at: _At) -> int:
-    """The last turn that could be worked on: all fixed ones can run forward, those with all scores before them be differentiated."""
-    known = [self._turns.get(at, {}), *(self._scores_s.get(at, {}).values() if kind == 'turn' else ())]
-    return min(next(i for i in range(len(one) + 1) if i not in one) for one in known) - 1
+    """The last turn that could be worked on: every fixed one can run forward, those with all scores up to it be differentiated."""
+    scores = self._scores_s.get(at, {})
+
+    def known(index: int, turn: types.Turn) -> bool:
+      return kind == 'forward' or not turn.sampled.token_ids or all(index in scores.get(s, {}) for s in self._scorers)
+
+    ready = {i for i, turn in self._turns.get(at, {}).items() if known(i, turn)}
+    return next(i for i in range(len(ready) + 1) if i not in ready) - 1
 
   def _ready_s(self, span: types.Span) -> float:
     members = [(span.group, i) for i in span.members]
@@ -76,7 +83,7 @@ class ReleaseTrace:
         return self._latest(self._content_s, members)
       case 'prompt' if span.work == 'forward':
         return self._start_s
-    fixed = self._reward_s if self._needs_rewards else self._content_s
+    fixed = self._reward_s if self._objective.needs_rewards else self._content_s
     return self._latest(fixed, [at for at in fixed if span.group in (at[0], -1)])
 
   @staticmethod
