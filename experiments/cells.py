@@ -181,15 +181,15 @@ def _parsed(config: str, overrides: Mapping[str, str]) -> dict[str, Any]:
   config_flags.DEFINE_config_file('config', lock_config=True, flag_values=values, sys_argv=argv)
   try:
     values(argv)
+    return rundir.plain_config(values.config)
   except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError, SyntaxError) as e:
     if not overrides:
-      raise types.ConfigError(f'--config={config} cannot be used: {e}') from e
+      raise types.ConfigError(f'--config={config} cannot be used: {" ".join(str(e).split())}') from e
     if len(overrides) > 1:
       for key, value in overrides.items():
         _parsed(config, {key: value})  # raises for the one that is at fault
     raise types.ConfigError(f'{", ".join(f"{k}={v}" for k, v in overrides.items())} does not fit {config}, where it is '
                             f'{_default(config, overrides)}: give a value of that type') from e
-  return rundir.plain_config(values.config)
 
 
 def _default(config: str, overrides: Mapping[str, str]) -> str:

@@ -73,9 +73,9 @@ def test_the_own_granularity_is_the_trace_and_others_follow_from_its_service(tmp
   # By group nothing of the uniform one is computed, and the mixed one starts with its last reward.
   assert release.predict(update, 'group', {}).step_s == 10 + 5 + 1.5
   shares = {'forward': release.Shares(0.5, 1.0), 'turn': release.Shares(0.5, 2.0)}
-  # Half of each source at its turns (0.5 s each), the rest with its content: only 1 s + 0.5 s of the last and the prompt are left.
+  # Half of each source at its turns (0.5 s each), the rest with its content: at 9 s, when the last turn comes, 0.5 s are waiting.
   forward = release.predict(update, 'forward', shares)
-  assert forward.step_s == pytest.approx(12.5) and forward.lane_busy_s.sum() == own.lane_busy_s.sum()
+  assert forward.step_s == pytest.approx(9 + 0.5 + 1.5 + 1 + 1.5) and forward.lane_busy_s.sum() == own.lane_busy_s.sum()
   assert release.predict(update, 'turn', shares).lane_busy_s.sum() == pytest.approx(own.lane_busy_s.sum() + 8)
   with pytest.raises(types.ConfigError, match='give --turn_share'):
     release.predict(update, 'turn', {})
@@ -92,10 +92,10 @@ def test_packed_sources_lanes_and_runs_by_turns(tmp_path):
   assert load.service_s.tolist() == [1.5, 1.5, 1, 1] and load.lane.tolist() == [0, 0, 1, 1]
   assert release.predict(update, 'trajectory', {}).lane_end_s.tolist() == [10.5, 9]
 
-  turns = (learner('forward', 2, 3, 0, 0, 2), learner('forward', 3, 4, 0, 1, 3), *source(9, 11, 0, 1, 9), *source(11, 13, 0, 0, 4))
+  turns = (learner('forward', 2, 3, 0, 0, 2), learner('forward', 3, 4, 0, 1, 3), *source(4, 6, 0, 0, 4), *source(9, 11, 0, 1, 9))
   by_turns = release.updates(write_run(tmp_path / 'forward', turns, granularity='forward'))
   assert release.early_share(by_turns) == pytest.approx(2 / 6)
-  assert release.predict(by_turns[0], 'forward', {}).step_s == 14.5  # as it ran, without any cost given
+  assert release.predict(by_turns[0], 'forward', {}).step_s == 12.5  # as it ran, without any cost given
   cheaper = release.workload(by_turns[0], {'forward': release.Shares(1 / 3, 1.5)})
   assert cheaper.service_s.tolist() == pytest.approx([2, 2, 0, 0])
 
