@@ -7,7 +7,7 @@ R, P and the service of each source are a run's own; what changes is when work i
 full pass over each trajectory and skips groups without a reward difference.  A run's own granularity (marked *) has its measured
 step beside it: the difference is what the runtime adds to its trace (d of Equation 29).  `turn` and `forward` need the share
 of service that they do early, from `experiments.bench_granularity` or from a run recorded at them.  `--figure` draws the runs'
-timelines under each other, as Figure 3 does.  Ends with one JSON object, by run.
+timelines under each other, as Figure 3 does.  `--peak_flops_per_s` adds active MFU by the operator ledger.  Ends with one JSON object, by run.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from typing import Mapping, Sequence
 from absl import flags
 import numpy as np
 
-from experiments import cli, release
+from experiments import cli, ledger, release
 from ts_jax import types
+from ts_jax.models import flops, weights
 from ts_jax.streaming import scheduler
-from ts_jax.telemetry import rundir
+from ts_jax.streaming.buckets import Buckets
+from ts_jax.telemetry import rundir, trace
 from ts_jax.telemetry.report import schedules
 from ts_jax.theory import discrepancy
 
@@ -33,6 +35,7 @@ _SHARES = {name: (flags.DEFINE_float(f'{name}_share', None, f'Fraction of the se
                   flags.DEFINE_float(f'{name}_work', work, f'Service of `{name}` over one full pass.', 1e-6))
            for name, work in (('turn', 1.75), ('forward', 1.0))}
 _SKIP = flags.DEFINE_integer('skip', 0, 'First updates to leave out, while caches and compilations settle.', lower_bound=0)
+_PEAK = flags.DEFINE_list('peak_flops_per_s', None, 'Peak rate of each trainer device, for active MFU (Equation 10); none: not computed.')
 _FIGURE = flags.DEFINE_string('figure', None, 'Picture to write: timelines of all runs, .svg or .png.')
 
 
@@ -67,6 +70,34 @@ def predictions(updates: Sequence[release.Update], costs: Mapping[str, release.S
   return table
 
 
+def active_mfu(run: rundir.RunDirectory, updates: Sequence[release.Update], peaks: Sequence[float]) -> dict[str, float]:
+  """Credited FLOPs of an update, and active MFU over its measured step; means over updates whose step was measured (Equation 11)."""
+  config, traced = run.read_config()['learner'], trace.by_update(run.read_trace())
+  model, buckets = weights.load_config(run.read_manifest()['model_folder']), Buckets(tuple(config['buckets']))
+  measured = [u for u in updates if u.step_s is not None]
+  if not measured:
+    raise types.ConfigError(f'{run.path} has no metrics of its updates, so no measured step time: leave --peak_flops_per_s out')
+  counts = [ledger.update_flops(traced[u.number], u.trajectories, model, buckets, config['remat_tokens']).credited for u in measured]
+  mfu = flops.average_active_mfu(counts, [u.step_s for u in measured], peaks)
+  print(f'active MFU {mfu:.2%}: {np.mean(counts) / 1e12:.3f} TFLOP credited an update\n')
+  return {'credited_flops': float(np.mean(counts)), 'active_mfu': mfu}
+
+
+def peak_rates() -> list[float]:
+  """`--peak_flops_per_s` as numbers.
+
+  Raises:
+    ConfigError: one is not a positive number.
+  """
+  try:
+    rates = [float(r) for r in _PEAK.value or ()]
+  except ValueError:
+    rates = [0.0]
+  if not all(r > 0 for r in rates):
+    raise types.ConfigError(f'--peak_flops_per_s={",".join(_PEAK.value)} must be positive numbers, one a device, for instance 2.25e15')
+  return rates
+
+
 def print_table(path: str, updates: Sequence[release.Update], table: Mapping[str, Mapping[str, float]]) -> None:
   """Prints one run's predictions."""
   mean = lambda values: float(np.mean(list(values)))
@@ -85,7 +116,7 @@ def print_table(path: str, updates: Sequence[release.Update], table: Mapping[str
 
 
 def main() -> None:
-  result, runs = {}, []
+  result, runs, peaks = {}, [], peak_rates()
   for path in _RUNS.value:
     run = rundir.RunDirectory(path)
     updates = release.updates(run)[_SKIP.value:]
@@ -96,6 +127,8 @@ def main() -> None:
     result[path] = {'updates': len(updates), 'granularity': updates[0].granularity, 'lanes': updates[0].lanes,
                     'rollout_s': float(np.mean([u.rollout_s for u in updates])), 'suffix_s': float(np.mean([u.suffix_s for u in updates])),
                     'predicted': table}
+    if peaks:
+      result[path] |= active_mfu(run, updates, peaks)
     runs.append(run)
   if _FIGURE.value:
     figure = schedules.save(pathlib.Path(_FIGURE.value), [schedules.of_run(run) for run in runs])
@@ -106,7 +139,7 @@ def main() -> None:
 def _rounded(value):
   if isinstance(value, dict):
     return {k: _rounded(v) for k, v in value.items()}
-  return round(value, 4) if isinstance(value, float) else value
+  return float(f'{value:.6g}') if isinstance(value, float) else value
 
 
 if __name__ == '__main__':

@@ -9,8 +9,11 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from experiments import release
+from experiments import ledger, release
 from ts_jax import types
+from ts_jax.models import flops
+from ts_jax.models.config import ModelConfig
+from ts_jax.streaming.buckets import Buckets
 from ts_jax.telemetry import metrics, rundir
 from ts_jax.telemetry.report import collect, schedules
 
@@ -157,3 +160,17 @@ def test_the_report_shows_other_runs_on_the_same_axis(tmp_path):
     empty.open({'schedule': {'name': 'sync'}})
   with pytest.raises(types.ConfigError, match='no learner work in its trace'):
     collect.collect(run, beside=[empty])
+
+
+def test_flops_of_an_update_are_one_pass_over_what_was_computed():
+  model, buckets = ModelConfig(vocab_size=11, width=6, ffn_width=10, layers=2, heads=2, kv_heads=1, head_dim=4), Buckets((4, 24, 32))
+  count = lambda *spans, remat=2048: ledger.update_flops(spans, TRAJECTORIES, model, buckets, remat)
+  one = flops.source_gradient(model, 1, 24, 4, 24)  # 20 tokens in a bucket of 24 behind a prompt of 2 in one of 4
+  alone, fold = source(0, 1, 0, 0, 0)
+  assert count(alone, fold) == one and count(learner('forward', 0, 1, 0, 0), alone) == one
+  packed = learner('source', 0, 1, 0, members=(0, 1), work='final')
+  assert count(packed) == flops.source_gradient(model, 2, 24, 4, 24) and count(packed, remat=8).recomputed > 0
+  first, last = (learner('prompt', 0, 1, 0, work=work, tokens=2) for work in ('forward', 'backward'))
+  assert count(first, last) == flops.segment_forward(model, 1, 4, 0) + flops.segment_gradient(model, 1, 4, 0)
+  root, behind = learner('prompt', 0, 1, -1, work='forward', tokens=1), learner('prompt', 0, 1, 0, work='forward', tokens=1)
+  assert count(root, behind) == flops.segment_forward(model, 1, 4, 0) + flops.segment_forward(model, 1, 4, 4)
