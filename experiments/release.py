@@ -39,6 +39,7 @@ class Update:
     skips_uniform: groups whose rewards are all equal have no work once these are known.
     trajectories: all of them.
     spans: the learner's.
+    scored_s: when a turn (group, index, turn) had its last score, on the run's clock; of scored turns only.
     start_s: on the run's clock.
     rollout_s: R.
     suffix_s: P: what follows the last group's work, up to the last acknowledgement.
@@ -52,6 +53,7 @@ class Update:
   skips_uniform: bool
   trajectories: tuple[types.Trajectory, ...]
   spans: tuple[types.Span, ...]
+  scored_s: Mapping[tuple[int, int, int], float]
   start_s: float
   rollout_s: float
   suffix_s: float
@@ -82,8 +84,8 @@ def updates(run: rundir.RunDirectory) -> list[Update]:
   config, traced = run.read_config(), trace.by_update(run.read_trace())
   schedule, objective = config['schedule'], config['objective']
   if schedule['name'] not in ('sync', 'thundersync'):
-    raise types.ConfigError(f"{run.path} is a run of schedule {schedule['name']!r}: Equation 14 describes updates that sample and learn at one "
-                            'policy; replay runs of sync or thundersync')
+    raise types.ConfigError(f"{run.path} is a run of schedule {schedule['name']!r}: Equation 14 describes updates that sample and learn at "
+                            'one policy; replay runs of sync or thundersync')
   granularity = 'batch' if schedule['name'] == 'sync' else schedule['granularity']
   needs_rewards = objective['name'] != 'opd'
   skips = needs_rewards and objective.get('baseline', 'group') == 'group' and not objective.get('kl') and not objective.get('entropy')
@@ -111,7 +113,12 @@ def _update(number: int, granularity: str, needs_rewards: bool, skips: bool, tra
   barrier = [s for s in spans if s.kind in trace.BARRIER or (s.group < 0 and (s.kind == 'reduce' or s.work == 'backward'))]
   learner = tuple(s for s in spans if s.kind in trace.LEARNER and s not in barrier)
   rollout_s = max(t.reward_s for t in trajectories) - start_s
-  return Update(number, granularity, needs_rewards, skips, tuple(trajectories), learner, start_s, rollout_s,
+  scored_s: dict[tuple[int, int, int], float] = {}
+  for s in spans:
+    if s.kind in types.SCORERS:
+      at = s.group, s.index, s.turn
+      scored_s[at] = max(s.end_s, scored_s.get(at, s.end_s))
+  return Update(number, granularity, needs_rewards, skips, tuple(trajectories), learner, scored_s, start_s, rollout_s,
                 sum(s.end_s - s.start_s for s in barrier), record and record['step_s'], 1 + max(s.lane for s in learner))
 
 
@@ -153,10 +160,12 @@ def workload(update: Update, shares: Mapping[str, Shares]) -> jobs_lib.Workload:
     tokens = np.array([len(u.context_ids) + len(u.sampled.token_ids) for u in t.turns], float)
     complete = update.since(t.content_s)
     parts = tokens / tokens.sum() if tokens.sum() else np.full(len(tokens), 1 / max(len(tokens), 1))
-    turns += [(min(update.since(u.request_end_s), complete), service[n] * p, n) for u, p in zip(t.turns, parts)]
+    ready = [max(u.request_end_s, update.scored_s.get((t.group, t.index, u.index), u.request_end_s)) for u in t.turns]
+    turns += [(min(update.since(at_s), complete), service[n] * p, n) for at_s, p in zip(ready, parts)]
   columns = [np.array(c) for c in zip(*turns)]
   groups = sorted({t.group for t in update.trajectories})
-  return jobs_lib.Workload(columns[0], columns[1], columns[2].astype(int), np.array([update.since(t.content_s) for t in update.trajectories]),
+  complete_s = np.array([update.since(t.content_s) for t in update.trajectories])
+  return jobs_lib.Workload(columns[0], columns[1], columns[2].astype(int), complete_s,
                            np.array([groups.index(t.group) for t in update.trajectories]), lane)
 
 

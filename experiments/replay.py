@@ -7,7 +7,8 @@ R, P and the service of each source are a run's own; what changes is when work i
 full pass over each trajectory and skips groups without a reward difference.  A run's own granularity (marked *) has its measured
 step beside it: the difference is what the runtime adds to its trace (d of Equation 29).  `turn` and `forward` need the share
 of service that they do early, from `experiments.bench_granularity` or from a run recorded at them.  `--figure` draws the runs'
-timelines under each other, as Figure 3 does.  `--peak_flops_per_s` adds active MFU by the operator ledger.  Ends with one JSON object, by run.
+timelines under each other, as Figure 3 does.  `--peak_flops_per_s` adds active MFU by the operator ledger.  Ends with one JSON
+object, by run.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from ts_jax.telemetry.report import schedules
 from ts_jax.theory import discrepancy
 
 _RUNS = flags.DEFINE_list('run', None, 'Run directories, made by experiments.train.', required=True)
-_GRANULARITIES = flags.DEFINE_list('granularities', None, f'Granularities to predict; by default all of {", ".join(scheduler.GRANULARITIES)} '
-                                   'whose costs are known.')
+_GRANULARITIES = flags.DEFINE_list('granularities', None, f'Of {", ".join(scheduler.GRANULARITIES)}; by default all whose costs are known.')
 _SHARES = {name: (flags.DEFINE_float(f'{name}_share', None, f'Fraction of the service of `{name}` that is done when turns arrive.', 0, 1),
                   flags.DEFINE_float(f'{name}_work', work, f'Service of `{name}` over one full pass.', 1e-6))
            for name, work in (('turn', 1.75), ('forward', 1.0))}
@@ -102,8 +102,8 @@ def print_table(path: str, updates: Sequence[release.Update], table: Mapping[str
   """Prints one run's predictions."""
   mean = lambda values: float(np.mean(list(values)))
   own, first = updates[0].granularity, updates[0]
-  print(f'{path}: {len(updates)} updates of {len(first.trajectories)} trajectories on {first.lanes} lane{"s" * (first.lanes > 1)}, released by '
-        f'{own}; R {mean(u.rollout_s for u in updates):.2f} s, P {mean(u.suffix_s for u in updates):.2f} s')
+  print(f'{path}: {len(updates)} updates of {len(first.trajectories)} trajectories on {first.lanes} lane{"s" * (first.lanes > 1)}, '
+        f'released by {own}; R {mean(u.rollout_s for u in updates):.2f} s, P {mean(u.suffix_s for u in updates):.2f} s')
   print(f'{"granularity":13}{"service s":>10}{"step s":>9}{"tail s":>9}{"speedup":>9}{"bound":>8}{"measured s":>12}{"gap %":>8}')
   for name, row in table.items():
     beside = f'{row["measured_step_s"]:12.2f}{row["gap_percent"]:8.1f}' if 'measured_step_s' in row else ''

@@ -47,14 +47,14 @@ SYNC = (learner('prompt', 10, 11, 0, ready=0, work='forward'), *source(11, 13, 0
         learner('prompt', 15, 16, 0, ready=10, work='backward'))
 
 
-def write_run(folder, spans, name='thundersync', granularity='trajectory', objective='grpo', measured_s=15.0, end_s=13.0):
+def write_run(folder, spans, name='thundersync', granularity='trajectory', objective='grpo', measured_s=15.0, end_s=13.0, scores={}):
   with rundir.RunDirectory(folder) as run:
     run.open({'schedule': {'name': name, 'granularity': granularity}, 'objective': {'name': objective}, 'updates': 1})
     for t in TRAJECTORIES:
       run.append_trajectory(t)
       for u in t.turns:
         run.append_span(types.Span('engine', u.request_start_s, u.request_end_s, 0, t.group, t.index, u.index))
-    for span in spans:
+    for span in (*spans, *(types.Span('teacher', T0, T0 + s, 0, *at) for at, s in scores.items())):
       run.append_span(span)
     run.append_span(types.Span('optimizer', T0 + end_s, T0 + end_s + 1, 0))
     run.append_span(types.Span('publish', T0 + end_s + 1, T0 + end_s + 1.5, 0))
@@ -101,6 +101,13 @@ def test_packed_sources_lanes_and_runs_by_turns(tmp_path):
   assert release.predict(by_turns[0], 'forward', {}).step_s == 12.5  # as it ran, without any cost given
   cheaper = release.workload(by_turns[0], {'forward': release.Shares(1 / 3, 1.5)})
   assert cheaper.service_s.tolist() == pytest.approx([2, 2, 0, 0])
+
+
+def test_turns_wait_for_their_scores(tmp_path):
+  update, = release.updates(write_run(tmp_path, STREAMED, objective='opd', scores={(0, 0, 0): 3.5, (1, 0, 1): 7.0}))
+  load = release.workload(update, {})
+  assert load.turn_ready_s.tolist() == [3.5, 4, 3, 9, 4, 6, 6, 8]  # the last score of a trajectory comes with its content at latest
+  assert update.closed_s(0) == 9 and not update.dropped(1)
 
 
 def test_what_cannot_be_replayed_is_refused(tmp_path):

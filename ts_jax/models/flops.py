@@ -172,5 +172,6 @@ def _attention_forward(config: ModelConfig, rows: int, tokens: int, past: int) -
 
 def _attention_backward(config: ModelConfig, rows: int, tokens: int, past: int) -> int:
   """Each of the two products has two in the backward pass; those summed over queries run over chunks of them."""
-  sums = sum(product(rows * config.heads * attention.summed_rows(queries), config.head_dim, keys) for queries, keys in _blocks(tokens, past))
+  sums = sum(product(rows * config.heads * attention.summed_rows(queries), config.head_dim, keys)
+             for queries, keys in _blocks(tokens, past))
   return 2 * (_scores(config, rows, tokens, past) + sums)

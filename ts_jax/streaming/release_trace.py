@@ -19,8 +19,9 @@ class ReleaseTrace:
   objective without rewards), of a prompt's forward pass the start of the update.
   """
 
-  def __init__(self, policy_version: int, plans: Sequence[types.GroupPlan], objective: Objective, start_s: float):
-    self._version, self._objective, self._start_s = policy_version, objective, start_s
+  def __init__(self, update: int, policy_version: int, plans: Sequence[types.GroupPlan], objective: Objective,
+               start_s: float):
+    self._update, self._version, self._objective, self._start_s = update, policy_version, objective, start_s
     self._scorers = [s for s, needed in (('teacher', objective.needs_teacher), ('reference', 'reference' in objective.terms.needs)) if needed]
     self._tasks = {p.index: p.task_id for p in plans}
     self._turns: dict[_At, dict[int, types.Turn]] = {}
@@ -34,7 +35,7 @@ class ReleaseTrace:
     """One more event of the update."""
     match event:
       case types.Span():
-        if event.kind in types.SCORERS:
+        if event.kind in types.SCORERS and event.update == self._update:
           self._score_span_s[event.kind, event.group, event.index, event.turn] = event.end_s
       case types.TurnFixed():
         self._turns.setdefault((event.group, event.index), {})[event.turn.index] = event.turn

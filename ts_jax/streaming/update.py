@@ -86,7 +86,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
   for lane in lanes:
     lane.begin(update, params, plans, policy_version)
   record = _Batch(update, policy_version, plans)
-  trace = release_trace.ReleaseTrace(policy_version, plans, policy.objective, time.time())
+  trace = release_trace.ReleaseTrace(update, policy_version, plans, policy.objective, time.time())
   state, assignments = scheduler.start(policy, [p.size for p in plans], len(lanes))
   spans: list[types.Span] = []
   learner_end_s = time.time()

@@ -118,7 +118,8 @@ def _span(values: Any, where: str) -> types.Span:
   require(isinstance(values, dict), f'{values!r} is not an object')
   hints = typing.get_type_hints(types.Span)
   fields = {f.name: f for f in dataclasses.fields(types.Span)}
-  unknown, missing = sorted(set(values) - set(fields)), [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
+  unknown = sorted(set(values) - set(fields))
+  missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
   require(not unknown, f'unknown fields {unknown}')
   require(not missing, f'fields {missing} are missing')
   for name, value in values.items():

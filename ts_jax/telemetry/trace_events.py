@@ -87,7 +87,8 @@ def _name(span: types.Span) -> str:
   where = '' if span.group < 0 else f' {span.group}' if span.index < 0 else f' {span.group}.{span.index}'
   if span.index < 0 and span.members:
     where += f'.({",".join(map(str, span.members))})'
-  return f'{span.kind}{f" {span.work}" if span.kind == "prompt" and span.work else ""}{where}{f" turn {span.turn}" if span.turn >= 0 else ""}'
+  work = f' {span.work}' if span.kind == 'prompt' and span.work else ''
+  return f'{span.kind}{work}{where}' + (f' turn {span.turn}' if span.turn >= 0 else '')
 
 
 def _arrows(placed: Sequence[tuple[int, int, types.Span]], origin: float) -> list[dict[str, Any]]:

@@ -133,8 +133,8 @@ def _draw(panel: Any, line: Timeline) -> None:
     panel.axvline(at, color=_STEP, linestyle=(0, (3, 2)), linewidth=0.8)
   panel.axhline(0, color='black', linewidth=0.6)
   rollout, learner = line.idle()
-  panel.set_title(f'{line.name}: {len(line.steps_s)} optimizer steps in {line.end_s:.1f} s; idle: rollout {rollout:.0%}, learner {learner:.0%}',
-                  fontsize=9, loc='left')
+  idle = f'idle: rollout {rollout:.0%}, learner {learner:.0%}'
+  panel.set_title(f'{line.name}: {len(line.steps_s)} optimizer steps in {line.end_s:.1f} s; {idle}', fontsize=9, loc='left')
   panel.set(ylim=(-100, 100), yticks=(-100, 0, 100), yticklabels=('100 %', '0', '100 %'))
   panel.tick_params(labelsize=8)
   panel.spines[['top', 'right']].set_visible(False)
