@@ -15,7 +15,7 @@ quickstart: venv sandbox
 
 ## Runs every test; the parity tests use an environment of their own with PyTorch and transformers, those of vLLM another.
 test: venv venv-test vllm sandbox
-	$(BIN)/python -m pytest -q tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=25 tests
 
 ## The learner's environment: no PyTorch.
 venv: $(VENV)/.done

@@ -29,6 +29,7 @@ TEST = [
     'psutil>=6,<8',
     'pytest>=8.3,<10',
     'pytest-timeout>=2.3,<3',
+    'pytest-xdist>=3.6,<4',
     'safetensors>=0.5,<0.9',
 ]
 

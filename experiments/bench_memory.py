@@ -47,7 +47,7 @@ def measure(config, granularity: str) -> dict[str, float]:
   state = barrier.init(optimizer, student.params())
   batch = synthetic.batch(student.config.vocab_size, groups=_GROUPS.value, size=_SIZE.value, turns=_TURNS.value,
                           turn_tokens=_TURN_TOKENS.value, prompt_tokens=_PROMPT_TOKENS.value)
-  longest = max(len(t.completion_ids) for t in batch.trajectories)
+  longest = max(t.longest_completion for t in batch.trajectories)
   policy = learner.with_memory(learner.policy(config), config, student, longest)
   trajectories = learner.open_trajectories(config, student, longest) if policy.by_turns else None
   lane = learner.lane(config, student, trajectories, lane_lib.shared_prefix([g.prompt_ids for g in batch.groups]))

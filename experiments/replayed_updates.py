@@ -90,7 +90,7 @@ class Replay:
   def __init__(self, config, student: wiring.Student, batches: Sequence[types.LogicalBatch], lanes: int = 1):
     """Args: the schedule's config (see `under`), the student, its batches, and learner lanes, each on a device of its own."""
     prompts = {g.prompt_ids for b in batches for g in b.groups}
-    longest = max(len(t.completion_ids) for b in batches for t in b.trajectories)
+    longest = max(t.longest_completion for b in batches for t in b.trajectories)
     shared, devices = lane_lib.shared_prefix(sorted(prompts)), jax.devices()
     self._config, self._student, self._batches = config, student, batches
     self._policy = learner.with_memory(learner.policy(config), config, student, longest)

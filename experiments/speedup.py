@@ -57,7 +57,7 @@ def measure(config, folder: pathlib.Path) -> dict[str, float]:
   batches = [run.read_trajectories(k) for k in range(_BATCHES.value)]
   state = barrier.init(learner.optimizer(config), student.params())
   flat = [t for b in batches for t in b]
-  prompts, longest = {t.prompt_ids for t in flat}, max(len(t.completion_ids) for t in flat)
+  prompts, longest = {t.prompt_ids for t in flat}, max(t.longest_completion for t in flat)
   # Sync does its cheapest pass, whatever granularity is configured.
   streamed = learner.with_memory(learner.policy(config), config, student, longest)
   policies = {'sync': learner.policy(_cheapest_sync(config)), 'thundersync': streamed}

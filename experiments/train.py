@@ -160,7 +160,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     everything_recorded = [t for k in recording.updates_with_trajectories() for t in recording.read_trajectories(k)]
     for k in range(first, config.updates):
       recorded(k)  # that they are there
-    prompts, longest = {t.prompt_ids for t in everything_recorded}, max(len(t.completion_ids) for t in everything_recorded)
+    prompts, longest = {t.prompt_ids for t in everything_recorded}, max(t.longest_completion for t in everything_recorded)
   else:
     prompts, longest = tasks.prompts.values(), learner.max_completion_tokens(config)
   policy = learner.with_memory(policy, config, student, longest)

@@ -72,13 +72,14 @@ def whole_sequence_direction(functions: sources.SourceFunctions, params, batch: 
   total = jax.tree.map(lambda x: np.zeros(x.shape), params)
   for group in batch.groups:
     coefficients = objective.source_coefficients([t.reward for t in group.trajectories])
-    for trajectory, coefficient in zip(group.trajectories, coefficients):
-      tokens = np.asarray(trajectory.prompt_ids + trajectory.completion_ids, np.int32)
-      at = np.flatnonzero((False,) * len(trajectory.prompt_ids) + trajectory.completion_mask)
+    pieces = ((t, s, c) for t, c in zip(group.trajectories, coefficients) for s in reference.sequences(t))
+    for trajectory, sequence, coefficient in pieces:
+      tokens = np.asarray(sequence.prompt_ids + sequence.completion_ids, np.int32)
+      at = np.flatnonzero((False,) * len(sequence.prompt_ids) + sequence.completion_mask)
       if not len(at):
         continue
       inputs = np.pad(tokens[:-1], (0, -(len(tokens) - 1) % reference.BLOCK))
-      weights = np.full((1, len(at)), objective.token_weight(len(batch.groups), len(group.trajectories), len(at)))
+      weights = np.full((1, len(at)), objective.token_weight(len(batch.groups), len(group.trajectories), trajectory.scored_tokens))
       whole = sources.SourceBatch(inputs[None], (at - 1)[None], tokens[at][None], weights)
       result = functions.source_gradient(params, llama.empty_boundary(functions.config), whole)
       reference.add_to(total, result.gradient, coefficient)
@@ -95,7 +96,7 @@ def student_errors(config, student: wiring.Student, batch: types.LogicalBatch) -
     kept values is compiled differently.
   """
   params, objective, functions = student.params(), learner.objective(config), learner.functions(config, student)
-  longest = max(len(t.completion_ids) for t in batch.trajectories)
+  longest = max(t.longest_completion for t in batch.trajectories)
   policy = scheduler.Policy(admission_cap=config.schedule.admission_cap, objective=objective, kept_cap=_KEPT_CAP)
   policies = [dataclasses.replace(policy, granularity='batch'), policy, dataclasses.replace(policy, granularity='forward')]
   buckets, shared = learner.buckets(config), lane_lib.shared_prefix([g.prompt_ids for g in batch.groups])

@@ -117,12 +117,15 @@ def load_tasks(config, workdir: pathlib.Path, student: Student) -> TaskSets:
     families = tuple(settings.families) or generator.FAMILIES
     generator.generate(root, dict.fromkeys((*families, held_out_family)), settings.instances, settings.seed)
   split = splits.split(tasks_lib.load_tasks(root), dev_fraction=settings.dev_fraction, held_out_family=held_out_family, per_family=True)
-  shown = demonstrations.DEMONSTRATIONS if config.agent.demonstrations else ()
-  bounds = limits(config)
+  shown, bounds = _demonstrations(config), limits(config)
   prompts = {
       t.task_id: prompt_lib.prompt_ids(student.template, t.instruction, shown, bounds, t.task_id)
       for t in (*split.train, *split.dev, *split.held_out)}
   return TaskSets(tuple(split.train), tuple(split.dev), tuple(split.held_out), prompts)
+
+
+def _demonstrations(config):
+  return demonstrations.DEMONSTRATIONS if config.agent.demonstrations else ()
 
 
 def validated(tasks: TaskSets, box: sandbox_lib.Sandbox, manifest: pathlib.Path) -> TaskSets:
@@ -149,6 +152,9 @@ def describe(config, student: Student, tasks: TaskSets | None, box: sandbox_lib.
     engine = ', '.join(config.rollout.urls) or f'{config.rollout.engine} on cores {list(engine_cores)}'
     lines += [f'tasks     {len(tasks.train)} train, {len(tasks.dev)} dev, {len(tasks.held_out)} held out',
               f'rollout   engine {engine}; learner on cores {learner}', f'sandbox   {box.backend.description}']
+    if student.template.rewrites:
+      lines.append(f'history   the chat template rewrites it: {student.template.rewriting}; turns behind that are branches, worked on at '
+                   'completion')
   lines[1:1] = [f'{name:<10}{where}' for name, where in (('teacher', teacher), ('reference', reference)) if where]
   return '\n'.join(lines)
 
@@ -176,6 +182,7 @@ def agent_pool(config, student: Student, box: sandbox_lib.Sandbox, engines: repl
   """The agents; every event and span goes to `emit`; every turn is scored by each of the scorers there are."""
   setup = loop.AgentSetup(
       environment_factory=lambda task: environment.TerminalEnvironment(box, task.path), template=student.template,
-      verifier=verifier_lib.Verifier(box), limits=limits(config), retries=config.agent.retries)
+      verifier=verifier_lib.Verifier(box), limits=limits(config), retries=config.agent.retries,
+      messages=lambda task: prompt_lib.initial_messages(task.instruction, _demonstrations(config)))
   return pool.AgentPool(setup, engines, run_seed=config.seed, concurrency=config.agent.concurrency, emit_event=emit, emit_span=emit,
                         scorers={name: scorer for name, scorer in scorers.items() if scorer is not None})

@@ -1,6 +1,6 @@
 """The vocabulary of ts_jax: frozen records that every layer shares, and no logic beyond their own validity.
 
-A *trajectory* is an append-only token record: the prompt, then turns.  Each turn is the context appended since the
+A *trajectory* is a token record: the prompt, then turns.  Each turn is the context appended since the
 previous turn (an observation rendered through the chat template, never scored) followed by the ids the engine sampled.
 Where a template rewrites history, a turn says how much of it stayed, and what came in its place is part of its context: the
 record then holds a tree of ids, of which each turn was sampled behind one path.
@@ -213,7 +213,7 @@ class Turn(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory(Record):
-  """An append-only token record of one attempt at one task.
+  """The token record of one attempt at one task.
 
   Attributes:
     update: logical update k this trajectory belongs to.
@@ -273,6 +273,15 @@ class Trajectory(Record):
       before.append(path[:t.keeps])
       path = before[-1] + t.context_ids + t.sampled.token_ids
     return tuple(before)
+
+  @property
+  def longest_completion(self) -> int:
+    """Number of ids behind the prompt on the longest path: of `completion_ids`, where there is one path only."""
+    longest = path = len(self.prompt_ids)
+    for t in self.turns:
+      path = (path if t.keeps is None else t.keeps) + len(t.context_ids) + len(t.sampled.token_ids)
+      longest = max(longest, path)
+    return longest - len(self.prompt_ids)
 
   @property
   def completion_ids(self) -> tuple[int, ...]:

@@ -28,18 +28,26 @@ def sandbox(backend, tmp_path):
 
 
 @pytest.fixture(scope='session')
-def template(tmp_path_factory):
-  """ChatML over bytes: every byte is one token, so that lengths can be written down."""
-  folder = tmp_path_factory.mktemp('tokenizer')
-  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-  vocab = {c: i for i, c in enumerate([*CONTROL, *alphabet])}
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  backend.decoder = tokenizers.decoders.ByteLevel()
-  backend.add_special_tokens(list(CONTROL))
-  backend.save(str(folder / 'tokenizer.json'))
-  (folder / 'tokenizer_config.json').write_text(json.dumps({'eos_token': '<|im_end|>', 'chat_template': CHATML}))
-  return chat.ChatTemplate(tokenizer_lib.Tokenizer.load(folder))
+def with_template(tmp_path_factory):
+  """Function from a chat template's source to it, over bytes: every byte is one token, so that lengths can be written down."""
+  def build(source: str) -> chat.ChatTemplate:
+    folder = tmp_path_factory.mktemp('tokenizer')
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {c: i for i, c in enumerate([*CONTROL, *alphabet])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(list(CONTROL))
+    backend.save(str(folder / 'tokenizer.json'))
+    (folder / 'tokenizer_config.json').write_text(json.dumps({'eos_token': '<|im_end|>', 'chat_template': source}))
+    return chat.ChatTemplate(tokenizer_lib.Tokenizer.load(folder))
+  return build
+
+
+@pytest.fixture(scope='session')
+def template(with_template):
+  """ChatML."""
+  return with_template(CHATML)
 
 
 @pytest.fixture

@@ -52,11 +52,12 @@ class Run:
   """One trajectory or pool, with everything it emitted."""
 
   def __init__(self, template, sandbox, folder, replies, *, verifier=None, factory=None, retries=0, engine=None, deadlines=None,
-               teacher=None, reference=None, **limits):
+               teacher=None, reference=None, messages=None, **limits):
     self.events, self.spans, self.workdirs = [], [], []
     self.engine = engine or ScriptedEngine(template, replies)
     self.template = template
     self.limits = limits_lib.Limits(**limits)
+    self.messages = messages or prompt.initial_messages('do it')
 
     async def verify(task, workdir):
       self.workdirs.append(workdir)
@@ -65,10 +66,10 @@ class Run:
     self.setup = loop_lib.AgentSetup(
         environment_factory=factory or (lambda task: environment_lib.TerminalEnvironment(sandbox, folder)), template=template,
         verifier=verifier or verify, limits=self.limits, retries=retries, deadlines=deadlines or loop_lib.Deadlines(), teacher=teacher,
-        reference=reference)
+        reference=reference, messages=lambda task: self.messages)
 
   def go(self):
-    ids = prompt.prompt_ids(self.template, 'do it', (), self.limits, 'task')
+    ids = self.template.initial(self.messages)
     assignment = loop_lib.Assignment(update=3, group=1, index=2, task=Task(), prompt_ids=ids, policy_version=0, run_seed=42)
     self.trajectory = asyncio.run(loop_lib.run_trajectory(assignment, self.setup, self.engine, emit_event=self.events.append,
                                                           emit_span=self.spans.append))

@@ -47,7 +47,7 @@ def measured(request, tiny_student, tmp_path_factory):
   settings = [f'--config.{k}={v}' for k, v in (SETTINGS | {'model.source': tiny_student}).items()]
   result = subprocess.run(
       [sys.executable, '-m', 'experiments.equivalence', f'--config=configs/equivalence.py:{request.param}', f'--recording={folder}/recording',
-       f'--figure={folder}/figure', '--orders=2', *settings], cwd=ROOT, capture_output=True, text=True, timeout=240)
+       f'--figure={folder}/figure', '--orders=2', *settings], cwd=ROOT, capture_output=True, text=True, timeout=540)
   assert result.returncode == 0, result.stderr[-3000:]
   return request.param, result.stdout, json.loads(result.stdout.splitlines()[-1]), folder
 

@@ -14,7 +14,7 @@ from ts_jax import types
 from ts_jax.rollout import supervision
 from ts_jax.telemetry import rundir
 
-WAIT_S = 240
+WAIT_S = 400
 
 
 def embedded(student):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import types as types_lib
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from configs import smoke
 from experiments import engines, wiring
 from tests.agents import scripted
 from tests.experiments.conftest import TINY
+from tests.models.test_chat import DROPS_REASONING, with_template
 from ts_jax import types
 from ts_jax.agents import sandbox as sandbox_lib
 from ts_jax.models import llama, source, weights
@@ -107,6 +109,15 @@ def test_start_lines_say_where_the_teacher_is_and_whether_its_tokenizer_was_comp
   assert any(line.startswith('teacher') and 'was not compared' in line and 'config.teacher.source' in line for line in lines())
   config.objective.name = 'grpo'
   assert not any(line.startswith('teacher') for line in lines())
+
+
+def test_start_lines_say_when_the_chat_template_rewrites_history(config, student):
+  box = types_lib.SimpleNamespace(backend=types_lib.SimpleNamespace(description='none'))
+  lines = lambda student: wiring.describe(config, student, wiring.TaskSets((), (), (), {}), box, CORES).splitlines()
+  rewriting = dataclasses.replace(student, template=with_template(student.tokenizer, DROPS_REASONING))
+  line, = set(lines(rewriting)) - set(lines(student))
+  assert line.startswith('history   the chat template rewrites it: after an observation')
+  assert line.endswith('branches, worked on at completion')
 
 
 def test_a_teacher_that_is_not_there_is_named_at_once(config, student, tmp_path):

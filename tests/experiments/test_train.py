@@ -15,7 +15,7 @@ from ts_jax import types
 from ts_jax.models import weights
 from ts_jax.telemetry import rundir
 
-WAIT_S = 240
+WAIT_S = 400
 
 
 def wait_for(condition, child, what):

@@ -1,4 +1,4 @@
-"""Conversations as append-only ids."""
+"""Conversations as ids, behind templates that only append; `test_chat_rewriting.py` has the others."""
 
 import copy
 
@@ -97,14 +97,19 @@ def test_markers_in_content_are_content(template):
     assert content in template.tokenizer.decode(template.observation(content, True))
 
 
-def test_template_that_drops_earlier_reasoning_is_refused(tokenizer):
+def test_only_what_rewrites_history_says_so(tokenizer, template):
+  assert not template.rewrites and template.rewriting == ''
+  dropping = with_template(tokenizer, DROPS_REASONING)
+  assert dropping.rewrites and '\n' not in dropping.rewriting
+  assert dropping.rewriting.startswith("after an observation of role 'user' it renders 'a reply<|im_end|>")
+  assert "where '<think>\\na thought" in dropping.rewriting
   with pytest.raises(types.ConfigError, match="rewrites history.*'user'.*a thought"):
-    with_template(tokenizer, DROPS_REASONING)
+    dropping.observation('x', True)
   # The same template only appends when observations are not user messages.
-  template = with_template(tokenizer, DROPS_REASONING, role='tool')
-  assert tokenizer.decode(template.observation('x', True)).startswith('\n<|im_start|>tool\nx')
+  by_tool = with_template(tokenizer, DROPS_REASONING, role='tool')
+  assert not by_tool.rewrites and tokenizer.decode(by_tool.observation('x', True)).startswith('\n<|im_start|>tool\nx')
   with pytest.raises(types.ConfigError, match='rewrites history'):
-    template.observation('x', True, role='user')
+    by_tool.observation('x', True, role='user')
 
 
 @pytest.mark.parametrize('message, source', [
@@ -114,6 +119,12 @@ def test_template_that_drops_earlier_reasoning_is_refused(tokenizer):
     ('refuses a conversation', "{{ raise_exception('no users here') }}"),
     ('differently at different turns',
      "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + loop.index|string }}{% endfor %}"
+     "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"),
+    # Where a reply starts behind a tag that its history does not keep, the prompt itself would change.
+    ('rewrites the prompt.*a reply.*where .*<think>',
+     DROPS_REASONING.replace("assistant\\n' }}{% endif", "assistant\\n<think>\\n' }}{% endif")),
+    ('rewrites the prompt',
+     "{% for m in messages %}{{ '<|im_start|>' + m.role + ('*' if loop.last else '') + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
      "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"),
     ('refuses a conversation', "{{ strftime_now('%d %b %Y') }}"),  # a prompt with today's date could not be resumed
     ('refuses a conversation', "{{ messages.append(1) }}"),  # sandboxed

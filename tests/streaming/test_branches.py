@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from experiments import offline, reference
+from experiments import offline, reference, whole_sequences
 from tests.streaming import cases
 from ts_jax import types
 from ts_jax.objectives import distillation, policy_gradient
 from ts_jax.objectives.terms import Terms
-from ts_jax.streaming import branches, scheduler
+from ts_jax.streaming import branches, scheduler, sources
 
 OBJECTIVES = {'grpo': policy_gradient.PolicyGradient(), 'opd': distillation.Distillation()}
 
@@ -65,6 +65,16 @@ def test_terms_and_a_batch_baseline_over_trees_give_the_gradient_of_full_sequenc
     assert offline.relative_error(got, wanted) <= 1e-10
 
 
+def test_whole_sequences_through_the_students_layers_are_those_of_the_branches(params64):
+  rng = np.random.default_rng(0)
+  batch = rewritten(offline.random_batch(rng, groups=1, max_turns=3, rewards=(0.0, 1.0)), rng)
+  assert any(t.branches for t in batch.trajectories) and len({t.reward for t in batch.trajectories}) == 2
+  with jax.enable_x64(True):
+    functions = sources.SourceFunctions(cases.TINY, dtype='float64')
+    got = whole_sequences.whole_sequence_direction(functions, params64, batch, OBJECTIVES['grpo'])
+    assert offline.relative_error(got, reference.grpo_direction(cases.TINY, params64, batch)) <= 1e-10
+
+
 @pytest.mark.parametrize('granularity', ['trajectory', 'forward'])
 def test_exact_sums_of_trees_have_equal_bits_for_every_order(granularity):
   rng = np.random.default_rng(5)
@@ -93,6 +103,20 @@ def test_segments_are_cut_where_paths_part_and_hold_every_token_once():
   tree = branches.segments(later)
   assert [(s.parent, s.before, s.behind, s.data.completion.tolist()) for s in tree] == [
       (-1, 3, 0, [11, 12]), (0, 12, 2, [13, 14]), (0, 12, 2, [21]), (2, 21, 3, [22]), (2, 21, 3, [31, 32])]
+
+
+@pytest.mark.parametrize('granularity', ['trajectory', 'forward'])
+def test_only_paths_need_to_fit_the_shapes(params64, granularity):
+  """A tree of more tokens than the longest bucket, on paths that are shorter."""
+  make = lambda index, reward, keeps: types.Trajectory(
+      0, 0, index, 'task', 0, (1, 2), tuple(turn(n, (n,), tuple(range(3 + index, 15 + index)), keeps if n else None) for n in range(3)),
+      types.TerminalReason.DONE, reward)
+  members = make(0, 1.0, 2), make(1, 0.0, 4)
+  assert [t.longest_completion for t in members] == [13, 15] and all(len(t.completion_ids) == 39 > cases.BUCKETS.lengths[-1] for t in members)
+  batch = types.LogicalBatch(0, 0, (types.Group(0, 'task', (1, 2), members),))
+  with jax.enable_x64(True):
+    got, _ = cases.direction(batch, params64, scheduler.Policy(granularity), dtype='float64')
+    assert offline.relative_error(got, reference.grpo_direction(cases.TINY, params64, batch)) <= 1e-10
 
 
 def test_what_no_scored_id_depends_on_is_left_out():

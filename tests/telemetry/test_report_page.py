@@ -113,7 +113,7 @@ def test_token_texts_join_to_what_the_engine_sampled(finished_run, model_folder,
       split += 'pieces' in turn
       assert len(texts) == len(turn['ids']) == len(turn['lp'])
       assert ''.join(texts) == tokenizer.decode(recorded.sampled.token_ids)
-      assert turn['context'] == [len(recorded.context_ids), tokenizer.decode(recorded.context_ids)]
+      assert turn['context'] == [len(recorded.context_ids), tokenizer.decode(recorded.context_ids)] and turn.get('keeps') == recorded.keeps
   assert split  # some sampled characters took several tokens
 
 

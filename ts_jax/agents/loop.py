@@ -1,5 +1,8 @@
 """One trajectory: ask the engine, run the command, append what is new, until a limit or the agent ends it.
 
+Where the chat template rewrites history, the next request is what stays of the path and what came in place of the rest; the turn
+says how much stayed (`types.Turn.keeps`).
+
 How a trajectory ends.  Every reason here leaves content that is verified for a reward and whose sampled tokens are
 scored; none is retried.  Conditions are tested after each turn, in this order, and the first that holds is recorded:
 
@@ -7,8 +10,8 @@ scored; none is retried.  Conditions are tested after each turn, in this order, 
 |--------------------|--------------------------------------------------------------------------------------------------|
 | `done`             | the turn's command ran `submit` (also when a limit was reached with it)                          |
 | `tool_timeout`     | the command outlived `tool_timeout_s`; its process tree and the shell have been ended            |
-| `context_overflow` | prompt, turns and the pending observation leave no token of `max_context_tokens` for a reply;    |
-|                    | that observation is not appended, and earlier turns are never removed                            |
+| `context_overflow` | prompt, turns (what the template keeps of them) and the pending observation leave no token of    |
+|                    | `max_context_tokens` for a reply; that observation is not appended, and no turn is removed       |
 | `max_tokens`       | `max_trajectory_tokens` have been sampled                                                        |
 | `parse_error`      | `max_turns` turns have been taken and the last held no readable action                           |
 | `max_turns`        | `max_turns` turns have been taken                                                                |
@@ -28,13 +31,14 @@ import asyncio
 import dataclasses
 import logging
 import time
-from typing import Any, Awaitable, Callable, Protocol
+from typing import Any, Awaitable, Callable, Protocol, Sequence
 
 from ts_jax import types
 from ts_jax.agents import environment as environment_lib
 from ts_jax.agents import limits as limits_lib
 from ts_jax.agents import observation
 from ts_jax.agents import parser
+from ts_jax.agents import prompt as prompt_lib
 from ts_jax.agents import shell as shell_lib
 from ts_jax.agents import teacher as teacher_lib
 from ts_jax.rollout import protocol
@@ -100,6 +104,7 @@ class AgentSetup:
     retries: further attempts after an infrastructure failure.
     teacher: scores each turn's sampled ids; None where nothing is distilled.
     reference: scores them likewise; None without a KL term.
+    messages: task -> what its prompt was rendered from; None will do where the template only appends.
   """
 
   environment_factory: EnvironmentFactory
@@ -110,6 +115,7 @@ class AgentSetup:
   retries: int = 2
   teacher: teacher_lib.Teacher | None = None
   reference: teacher_lib.Teacher | None = None
+  messages: Callable[[Any], Sequence[prompt_lib.Message]] | None = None
 
   @property
   def scorers(self) -> dict[str, teacher_lib.Teacher]:
@@ -190,12 +196,13 @@ async def _sample(assignment: Assignment, setup: AgentSetup, engine: Engine, env
   start_s = time.time()
   await _guard('environment reset', setup.deadlines.reset_s, environment.reset())
   turns: list[types.Turn] = []
-  context, pending, generated, reason = list(a.prompt_ids), (), 0, None
+  messages, encoded = None if setup.messages is None else setup.messages(a.task), {}
+  context, keeps, pending, generated, reason = tuple(a.prompt_ids), None, (), 0, None
   while reason is None:
     index = len(turns)
-    context += pending
+    context = context[:keeps] + pending
     request = protocol.GenerateRequest(
-        token_ids=tuple(context), max_tokens=limits.reply_tokens(generated, len(context)), temperature=limits.temperature,
+        token_ids=context, max_tokens=limits.reply_tokens(generated, len(context)), temperature=limits.temperature,
         seed=protocol.sampling_seed(a.run_seed, a.update, a.task.task_id, a.index, index), stop_token_ids=template.stop_ids,
         expected_version=a.policy_version, request_id=f'{a.update}-{a.group}-{a.index}-{index}-{attempt}')
     request_start_s = time.time()
@@ -205,9 +212,9 @@ async def _sample(assignment: Assignment, setup: AgentSetup, engine: Engine, env
     emit_span(types.Span('engine', request_start_s, request_end_s, a.update, a.group, a.index, index,
                          tokens=len(sampled.token_ids), version=sampled.version_start))
     generated += len(sampled.token_ids)
-    turn = types.Turn(index=index, context_ids=tuple(pending), sampled=sampled, scored_mask=(True,) * len(sampled.token_ids),
+    turn = types.Turn(index=index, context_ids=pending, sampled=sampled, scored_mask=(True,) * len(sampled.token_ids),
                       request_start_s=request_start_s, request_end_s=request_end_s, tool_start_s=request_end_s,
-                      tool_end_s=request_end_s)
+                      tool_end_s=request_end_s, keeps=keeps)
     emit_event(types.TurnFixed(a.update, a.group, a.index, turn))
     scores.start(turn, context)
     context += sampled.token_ids
@@ -223,9 +230,8 @@ async def _sample(assignment: Assignment, setup: AgentSetup, engine: Engine, env
       emit_span(types.Span('tool', tool_start_s, tool_end_s, a.update, a.group, a.index, index))
       text = observe(result, setup)
     turns.append(dataclasses.replace(turn, action=action, observation=text, tool_start_s=tool_start_s, tool_end_s=tool_end_s))
-    ended_turn = bool(sampled.token_ids) and sampled.token_ids[-1] == template.end_of_turn_id
-    pending = tuple(template.observation(text, previous_finished=ended_turn))
-    reason = terminal_reason(limits, turns=len(turns), generated=generated, context=len(context) + len(pending), result=result)
+    keeps, pending = template.following(messages, [(t.sampled.token_ids, t.observation) for t in turns], context, encoded)
+    reason = terminal_reason(limits, turns=len(turns), generated=generated, context=len(context[:keeps]) + len(pending), result=result)
   await _guard('environment freeze', setup.deadlines.close_s, environment.freeze())
   return types.Trajectory(update=a.update, group=a.group, index=a.index, task_id=a.task.task_id, policy_version=a.policy_version,
                           prompt_ids=tuple(a.prompt_ids), turns=tuple(turns), terminal_reason=reason, start_s=start_s,

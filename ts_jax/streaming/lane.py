@@ -120,9 +120,10 @@ class Lane:
       self._trajectories.complete(at, trajectory.turns)
     return self._data[at]
 
-  def cost(self, data: sources_lib.SourceData) -> int:
-    """Padded tokens of a source."""
-    return self._buckets.pad(max(data.tokens, 1))
+  def cost(self, group: int, index: int) -> int:
+    """Padded tokens of a source; of its segments, where its history was rewritten."""
+    segments = [s.data for s in self._trees.get((group, index), ())] or [self._data[group, index]]
+    return sum(self._buckets.pad(max(d.tokens, 1)) for d in segments)
 
   def run(self, work: scheduler.Work) -> list[types.Span]:
     """Runs one work item to completion and returns its spans (without readiness)."""

@@ -170,6 +170,6 @@ def _translate(event: types.RolloutEvent | types.Span, update: int, lanes: Seque
       if data.scored and getattr(data, f'{scorer}_log_probs') is None:
         raise types.TsJaxError(f'trajectory {trajectory.key} has no {scorer} log-probs, which the objective needs: was it recorded '
                                f'without a {scorer}?')
-    return [scheduler.ContentReady(*at, scored=data.scored, cost=lanes[0].cost(data))]
+    return [scheduler.ContentReady(*at, scored=data.scored, cost=lanes[0].cost(*at) if data.scored else 0)]
   record.trajectories[at] = trajectory
   return [scheduler.RewardReady(*at, reward=trajectory.reward)] if policy.objective.needs_rewards else []

@@ -185,6 +185,8 @@ def _turn(turn: types.Turn, texts: TokenTexts) -> dict[str, Any]:
   split = texts.sampled(ids)
   if split is not None:
     values['pieces'] = split
+  if turn.keeps is not None:
+    values['keeps'] = turn.keeps
   if not all(turn.scored_mask):
     values['unscored'] = [n for n, scored in enumerate(turn.scored_mask) if not scored]
   return values

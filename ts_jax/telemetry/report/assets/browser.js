@@ -28,7 +28,7 @@ function turnView(turn, n) {
     h('div', {class: 'turn-head'}, h('b', {}, `Turn ${n}`), h('span', {}, `${plural(scored, 'scored token')}`),
       h('span', {}, `mean log-prob ${fixed(turn.ids.length ? sum / turn.ids.length : null)}`), h('span', {}, `stopped by ${turn.finish}`),
       h('span', {}, `engine ${seconds(turn.seconds[0])}`), turn.seconds[1] > 0 && h('span', {}, `tool ${seconds(turn.seconds[1])}`)),
-    turn.context[0] > 0 && h('details', {}, h('summary', {}, `Context appended before it: ${plural(turn.context[0], 'token')}, never scored`), h('pre', {class: 'block unscored'}, turn.context[1])),
+    turn.context[0] > 0 && h('details', {}, h('summary', {}, `Context appended ${turn.keeps === undefined ? 'before it' : `to the first ${plural(turn.keeps, 'token')}, the rest being rewritten`}: ${plural(turn.context[0], 'token')}, never scored`), h('pre', {class: 'block unscored'}, turn.context[1])),
     sampledTokens(turn),
     h('div', {class: 'caption'}, turn.action === null ? 'No readable action' : 'Action'), turn.action !== null && h('pre', {class: 'block'}, turn.action || '(empty)'),
     h('div', {class: 'caption'}, 'Observation'), h('pre', {class: 'block unscored'}, turn.seen || '(nothing)'));
