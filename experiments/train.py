@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import pathlib
 import signal
@@ -29,7 +30,7 @@ def main() -> None:
   signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
   signal.signal(signal.SIGTERM, signal.default_int_handler)
   try:
-    train(_CONFIG.value, pathlib.Path(_WORKDIR.value).resolve())
+    print(json.dumps(train(_CONFIG.value, pathlib.Path(_WORKDIR.value).resolve())))
   except KeyboardInterrupt:
     command = 'python -m experiments.train ' + ' '.join(sys.argv[1:])
     print(f'\nInterrupted. Nothing is lost; resume with:\n  {command}', file=sys.stderr)

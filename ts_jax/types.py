@@ -442,15 +442,21 @@ RolloutEvent = TurnFixed | TurnScored | ContentFixed | RewardFixed | RolloutFail
 
 @dataclasses.dataclass(frozen=True)
 class Span(Record):
-  """One interval of work, for release traces and timelines.
+  """One interval of work: a line of a run's trace.  `ts_jax.telemetry.trace` has the kinds, and checks what it reads.
 
   Attributes:
-    kind: 'engine', 'tool', 'teacher', 'reference', 'verify', 'forward', 'turn', 'source', 'prompt', 'fold', 'reduce', 'optimizer', 'publish', 'compile'.
+    kind: one of `telemetry.trace.KINDS`.
     start_s, end_s: seconds on the run's clock.
     update, group, index, turn: what it belongs to (-1 where it does not apply).
     lane: learner lane (-1 for rollout work).
     tokens: tokens processed.
     ready_s: when its inputs were fixed.
+    task: task id of its group, on learner work.
+    version: policy version it was computed at; of an engine request, that of its first token.
+    scored: scored tokens among those processed.
+    members: trajectories of the group that a source, or its fold, is for; several ran as one batch.
+    work: of a source what was known when it started, 'final', 'known' or 'content' (see `streaming.scheduler`); of a prompt the pass,
+      'forward' or 'backward'; of a fold 'held' where the gradient had waited for its reward.
   """
 
   kind: str
@@ -463,3 +469,8 @@ class Span(Record):
   lane: int = -1
   tokens: int = 0
   ready_s: float = -1.0
+  task: str = ''
+  version: int = -1
+  scored: int = 0
+  members: tuple[int, ...] = ()
+  work: str = ''

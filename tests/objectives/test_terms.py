@@ -27,7 +27,7 @@ COMBINATIONS = [Terms(cap, kl, estimator, entropy) for cap, (kl, estimator), ent
 
 @pytest.fixture(autouse=True)
 def small_chunks_in_float64(monkeypatch):
-  monkeypatch.setattr(logprob, '_VOCAB_CHUNK', CHUNK)
+  monkeypatch.setattr(logprob, 'VOCAB_CHUNK', CHUNK)
   with jax.enable_x64(True):
     yield
 

@@ -214,7 +214,7 @@ async def _sample(assignment: Assignment, setup: AgentSetup, engine: Engine, env
     request_end_s = time.time()
     _check_reply(sampled, request)
     emit_span(types.Span('engine', request_start_s, request_end_s, a.update, a.group, a.index, index,
-                         tokens=len(sampled.token_ids)))
+                         tokens=len(sampled.token_ids), version=sampled.version_start))
     generated += len(sampled.token_ids)
     turn = types.Turn(index=index, context_ids=pending, sampled=sampled, scored_mask=(True,) * len(sampled.token_ids),
                       request_start_s=request_start_s, request_end_s=request_end_s, tool_start_s=request_end_s,

@@ -21,7 +21,7 @@ Array = jax.Array
 
 QUERY_BLOCK = 256
 KEY_ALIGNMENT = 64
-_SUM_CHUNK = 64
+SUM_CHUNK = 64
 
 
 def prefix_attention(query: Array, key: Array, value: Array, prefix_key: Array, prefix_value: Array,
@@ -51,7 +51,7 @@ def prefix_attention(query: Array, key: Array, value: Array, prefix_key: Array, 
   wide = jnp.promote_types(query.dtype, jnp.float32)
 
   def behind_prefix(prefix, own):
-    room = ((0, 0), (0, _aligned(past + length) - past), (0, 0), (0, 0))
+    room = ((0, 0), (0, aligned(past + length) - past), (0, 0), (0, 0))
     whole = jnp.pad(jnp.broadcast_to(prefix, (batch, *prefix.shape)), room)
     return jax.lax.dynamic_update_slice_in_dim(whole, own, prefix_length, axis=1).transpose(0, 2, 1, 3)
 
@@ -59,7 +59,7 @@ def prefix_attention(query: Array, key: Array, value: Array, prefix_key: Array, 
   blocks = []
   for start in range(0, length, QUERY_BLOCK):
     stop = min(start + QUERY_BLOCK, length)
-    seen = _aligned(past + stop)
+    seen = aligned(past + stop)
     rows = query[:, start:stop].reshape(batch, stop - start, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
     visible = jnp.arange(seen) <= prefix_length + jnp.arange(start, stop)[:, None]
     scores = _scores(rows * dim**-0.5, keys[:, :, :seen], prefix_length + start)
@@ -69,7 +69,13 @@ def prefix_attention(query: Array, key: Array, value: Array, prefix_key: Array, 
   return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
 
 
-def _aligned(keys: int) -> int:
+def summed_rows(queries: int) -> int:
+  """Rows that sums over `queries` run over, wherever the chunks of absolute positions cut them."""
+  return -(-(queries + SUM_CHUNK - 1) // SUM_CHUNK) * SUM_CHUNK
+
+
+def aligned(keys: int) -> int:
+  """Keys that products run over where `keys` are needed."""
   return -(-keys // KEY_ALIGNMENT) * KEY_ALIGNMENT
 
 
@@ -119,19 +125,19 @@ def _stacked_back(spec: str, rows: Array, matrix: Array) -> Array:
 def _sum_over_queries(weights: Array, rows: Array, first: Array) -> Array:
   """sum over heads g and queries t of weights[.., g, t, s] rows[.., g, t, d], as [B, K, S, d].
 
-  One product for every `_SUM_CHUNK` absolute positions, then a sum over them: cutting the sequence elsewhere changes
+  One product for every `SUM_CHUNK` absolute positions, then a sum over them: cutting the sequence elsewhere changes
   which segment forms a term, not the terms nor, within a segment, their order.
   """
   if products.in_float64(rows):  # whose rounding leaves next to nothing of the order
     return products.summed('bkgts,bkgtd->bksd', weights, rows)
   batch, kv_heads, group, length, _ = weights.shape
-  room = -(-(length + _SUM_CHUNK - 1) // _SUM_CHUNK) * _SUM_CHUNK
+  room = summed_rows(length)
 
   def chunks(x):  # [B, K, C, G * chunk, .]
     placed = jnp.zeros((batch, kv_heads, group, room, x.shape[-1]), x.dtype)
-    placed = jax.lax.dynamic_update_slice_in_dim(placed, x, first % _SUM_CHUNK, axis=3)
-    placed = placed.reshape(batch, kv_heads, group, -1, _SUM_CHUNK, x.shape[-1])
-    return placed.transpose(0, 1, 3, 2, 4, 5).reshape(batch, kv_heads, room // _SUM_CHUNK, group * _SUM_CHUNK, -1)
+    placed = jax.lax.dynamic_update_slice_in_dim(placed, x, first % SUM_CHUNK, axis=3)
+    placed = placed.reshape(batch, kv_heads, group, -1, SUM_CHUNK, x.shape[-1])
+    return placed.transpose(0, 1, 3, 2, 4, 5).reshape(batch, kv_heads, room // SUM_CHUNK, group * SUM_CHUNK, -1)
 
   wide = jnp.promote_types(rows.dtype, jnp.float32)
   parts = jnp.einsum('bkcms,bkcmd->bkcsd', chunks(weights), chunks(rows), preferred_element_type=wide)

@@ -20,7 +20,7 @@ Array = jax.Array
 
 # Logits that may be alive at once.  64 MiB holds 341 tokens of a 49,152-word vocabulary in float32.
 LOGITS_BUDGET_BYTES = 64 * 2**20
-_VOCAB_CHUNK = 2048
+VOCAB_CHUNK = 2048
 
 
 class TokenTerms(Protocol):
@@ -45,9 +45,9 @@ def _wide(hidden: Array):
 
 def _pad_head(head: Array) -> tuple[Array, int]:
   """Head [V, D] cut into chunks [C, c, D]; the last chunk is padded with rows that take no probability."""
-  chunks = -(-head.shape[0] // _VOCAB_CHUNK)
-  padded = jnp.pad(head, ((0, chunks * _VOCAB_CHUNK - head.shape[0]), (0, 0)))
-  return padded.reshape(chunks, _VOCAB_CHUNK, head.shape[1]), head.shape[0]
+  chunks = -(-head.shape[0] // VOCAB_CHUNK)
+  padded = jnp.pad(head, ((0, chunks * VOCAB_CHUNK - head.shape[0]), (0, 0)))
+  return padded.reshape(chunks, VOCAB_CHUNK, head.shape[1]), head.shape[0]
 
 
 def _chunk_logits(hidden: Array, chunk: Array, start: Array, vocab: int, temperature: float) -> Array:
@@ -72,7 +72,7 @@ def _log_normaliser(hidden: Array, head: Array, temperature: float, with_entropy
   # A finite start, not -inf: exp(-inf - -inf) would be NaN.
   zeros = jnp.zeros(hidden.shape[0], _wide(hidden))
   start = (jnp.full(hidden.shape[0], jnp.finfo(_wide(hidden)).min), zeros, zeros if with_entropy else None)
-  (largest, total, moment), _ = jax.lax.scan(step, start, (chunks, jnp.arange(len(chunks)) * _VOCAB_CHUNK))
+  (largest, total, moment), _ = jax.lax.scan(step, start, (chunks, jnp.arange(len(chunks)) * VOCAB_CHUNK))
   return largest + jnp.log(total), jnp.log(total) - moment / total if with_entropy else None
 
 
@@ -85,7 +85,8 @@ def _target_logits(hidden: Array, head: Array, targets: Array, temperature: floa
   return jnp.einsum('nd,nd->n', hidden, head[targets], preferred_element_type=_wide(hidden)) / temperature
 
 
-def _fits_budget(tokens: int, vocab: int, dtype) -> bool:
+def fits_budget(tokens: int, vocab: int, dtype) -> bool:
+  """The logits are formed at once; else by chunks of the vocabulary, and again in the backward pass."""
   return tokens * vocab * jnp.dtype(dtype).itemsize <= LOGITS_BUDGET_BYTES
 
 
@@ -128,11 +129,11 @@ def _pullback(hidden: Array, head: Array, targets: Array, normaliser: Array, wei
   def step(grad_hidden, xs):
     chunk, start = xs
     logs = _chunk_logits(hidden, chunk, start, vocab, temperature) - normaliser[:, None]
-    onehot = targets[:, None] == start + jnp.arange(_VOCAB_CHUNK)
+    onehot = targets[:, None] == start + jnp.arange(VOCAB_CHUNK)
     grad_logits = _grad_logits(onehot, jnp.exp(logs), logs, scaled, entropy).astype(hidden.dtype)
     return grad_hidden + products.product(grad_logits, chunk), products.product(grad_logits.T, hidden)
 
-  grad_hidden, grad_chunks = jax.lax.scan(step, jnp.zeros_like(hidden), (chunks, jnp.arange(len(chunks)) * _VOCAB_CHUNK))
+  grad_hidden, grad_chunks = jax.lax.scan(step, jnp.zeros_like(hidden), (chunks, jnp.arange(len(chunks)) * VOCAB_CHUNK))
   return grad_hidden, grad_chunks.reshape(-1, head.shape[1])[:vocab].astype(head.dtype)
 
 
@@ -227,7 +228,7 @@ def _weighted_score_fwd(hidden, head, targets, weights, teacher, temperature, sc
   with_entropy = entropy_weights is not None
   active = weights != 0 if terms is None else terms.active(weights, scores)
   hidden = jnp.where(active[:, None], hidden, 0)  # 0 * NaN would be NaN
-  dense = _fits_budget(hidden.shape[0], head.shape[0], _wide(hidden))
+  dense = fits_budget(hidden.shape[0], head.shape[0], _wide(hidden))
   if dense:
     log_probs, probs, logs, entropy = _dense_log_probs(hidden, head, targets, temperature, with_entropy)
   else:

@@ -172,7 +172,8 @@ class Replayer:
     if moment.kind == 1:
       self._emit_event(types.ContentFixed(dataclasses.replace(trajectory, reward=None, tests_passed=())))
       for turn in feed.turns:
-        self._emit_span(types.Span('engine', turn.request_start_s, turn.request_end_s, *at, turn.index, tokens=len(turn.sampled.token_ids)))
+        self._emit_span(types.Span('engine', turn.request_start_s, turn.request_end_s, *at, turn.index, tokens=len(turn.sampled.token_ids),
+                                   version=turn.sampled.version_start))
         if turn.tool_end_s > turn.tool_start_s:
           self._emit_span(types.Span('tool', turn.tool_start_s, turn.tool_end_s, *at, turn.index))
     else:

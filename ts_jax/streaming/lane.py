@@ -127,7 +127,7 @@ class Lane:
       case scheduler.SourceWork():
         self._source(work, spans)
       case scheduler.FoldHeld():
-        with _Timed(self, spans, 'fold', work.group, work.index):
+        with _Timed(self, spans, 'fold', work.group, work.index, members=(work.index,), work='held'):
           result = self._groups[work.group].held.pop(work.index)
           if work.coefficient is None:
             self._statistics.fold(work.group, result.gradient, result.adjoint, work.reward)
@@ -149,7 +149,7 @@ class Lane:
     fold.check(self._kind, total, 'adjoint of the shared prefix')
     tokens, length = self._padded(self._shared)
     dtype = jnp.dtype(self._functions.dtype)
-    with _Timed(self, spans, 'prompt', -1, tokens=int(length)):
+    with _Timed(self, spans, 'prompt', -1, tokens=int(length), work='backward'):
       value = fold.value(self._kind, total, jnp.promote_types(dtype, jnp.float32))
       gradient, _ = self._functions.segment_gradient(self._params, self._functions.root(), tokens, value)
       self._fold_batch(gradient)
@@ -195,7 +195,7 @@ class Lane:
       return self._functions.root(), *self._padded(prompt)
     if self._root is None:
       tokens, length = self._padded(self._shared)
-      with _Timed(self, spans, 'prompt', -1, tokens=int(length)):
+      with _Timed(self, spans, 'prompt', -1, tokens=int(length), work='forward'):
         self._root = jax.block_until_ready(
             self._functions.segment_forward(self._params, self._functions.root(), tokens, length, tokens.shape[1]))
     return self._root, *self._padded(prompt[len(self._shared):])
@@ -205,7 +205,7 @@ class Lane:
     if state.boundary is None:
       parent, tokens, length = self._parent(group, spans)
       capacity = self._buckets.pad(len(self._plans[group].prompt_ids) - 1)
-      with _Timed(self, spans, 'prompt', group, tokens=int(length)):
+      with _Timed(self, spans, 'prompt', group, tokens=int(length), work='forward'):
         state.boundary = jax.block_until_ready(self._functions.segment_forward(self._params, parent, tokens, length, capacity))
     return state.boundary
 
@@ -221,7 +221,8 @@ class Lane:
     before, terms = self._plans[work.group].prompt_ids[-1], self._objective.terms
     passes, scale = self._passes(work, data)
     index = work.indices[0] if len(work.indices) == 1 else -1
-    with _Timed(self, spans, 'source', work.group, index, tokens=sum(d.tokens for d in data)):
+    with _Timed(self, spans, 'source', work.group, index, tokens=sum(d.tokens for d in data), scored=sum(d.scored for d in data),
+                members=work.indices, work=work.service.name.lower()):
       if any((work.group, i) in self._trees for i in work.indices):
         results = [self._with_branches(work, w, u) for w, u in passes]
       elif self._trajectories is None:
@@ -231,7 +232,7 @@ class Lane:
         results = self._trajectories.gradients(self._params, before, boundary, (work.group, index), [(w[0], u[0]) for w, u in passes])
       jax.block_until_ready(results)
     self._measure(data, results[0].log_probs)
-    with _Timed(self, spans, 'fold', work.group, index):
+    with _Timed(self, spans, 'fold', work.group, index, members=work.indices):
       for result in results[1:]:  # terms without an advantage
         self._fold_known(work.group, result, 1.0)
       if work.coefficients is not None:
@@ -300,7 +301,7 @@ class Lane:
     if adjoint is None:
       return
     parent, tokens, length = self._parent(work.group, spans)
-    with _Timed(self, spans, 'prompt', work.group, tokens=int(length)):
+    with _Timed(self, spans, 'prompt', work.group, tokens=int(length), work='backward'):
       gradient, above = self._functions.segment_gradient(self._params, parent, tokens, adjoint)
       self._fold_batch(gradient)
       if self._shares(work.group):
@@ -342,9 +343,9 @@ def shared_prefix(prompts: Sequence[Sequence[int]], at_least: int = 32) -> tuple
 class _Timed:
   """Context manager that appends one span of lane work."""
 
-  def __init__(self, lane: Lane, spans: list[types.Span], kind: str, group: int, index: int = -1, tokens: int = 0):
+  def __init__(self, lane: Lane, spans: list[types.Span], kind: str, group: int, index: int = -1, **fields):
     self._spans = spans
-    self._fields = dict(kind=kind, update=lane.update, group=group, index=index, lane=lane.index, tokens=tokens)
+    self._fields = dict(kind=kind, update=lane.update, group=group, index=index, lane=lane.index, **fields)
 
   def __enter__(self) -> '_Timed':
     self._start = time.time()

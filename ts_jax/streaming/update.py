@@ -13,6 +13,7 @@ from ts_jax import types
 from ts_jax.kernels import fold
 from ts_jax.streaming import lane as lane_lib
 from ts_jax.streaming import mismatch as mismatch_lib
+from ts_jax.streaming import release_trace
 from ts_jax.streaming import scheduler
 from ts_jax.streaming import staleness as staleness_lib
 
@@ -52,12 +53,11 @@ class UpdateResult:
 
 
 class _Batch:
-  """Collects trajectories and when each became ready."""
+  """Collects trajectories."""
 
   def __init__(self, update: int, policy_version: int, plans: Sequence[types.GroupPlan], lags: staleness_lib.Lags):
     self.update, self.version, self.plans, self.lags = update, policy_version, plans, lags
     self.trajectories: dict[tuple[int, int], types.Trajectory] = {}
-    self.ready_s: dict[tuple[int, int], float] = {}
 
   def complete(self) -> types.LogicalBatch:
     groups = tuple(
@@ -91,6 +91,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
   for lane in lanes:
     lane.begin(update, params, plans)
   record = _Batch(update, policy_version, plans, lags)
+  trace = release_trace.ReleaseTrace(update, policy_version, plans, policy.objective, time.time())
   state, assignments = scheduler.start(policy, [p.size for p in plans], len(lanes))
   spans: list[types.Span] = []
   learner_end_s = time.time()
@@ -98,6 +99,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
   def take(event: types.RolloutEvent | types.Span) -> list[scheduler.Assignment]:
     nonlocal state
     observe(event)
+    trace.take(event)
     issued = []
     for scheduled in _translate(event, update, lanes, record, policy):
       state, more = scheduler.advance(state, scheduled)
@@ -106,7 +108,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
 
   def keep(done: Iterable[types.Span]) -> None:
     for span in done:
-      span = dataclasses.replace(span, ready_s=_readiness(span, record))
+      span = trace.describe(span)
       spans.append(span)
       observe(span)
 
@@ -175,13 +177,6 @@ def _translate(event: types.RolloutEvent | types.Span, update: int, lanes: Seque
       if data.scored and getattr(data, f'{scorer}_log_probs') is None:
         raise types.TsJaxError(f'trajectory {trajectory.key} has no {scorer} log-probs, which the objective needs: was it recorded '
                                f'without a {scorer}?')
-    record.ready_s[at] = trajectory.content_s
     return [scheduler.ContentReady(*at, scored=data.scored, cost=lanes[0].cost(*at) if data.scored else 0)]
   record.trajectories[at] = trajectory
   return [scheduler.RewardReady(*at, reward=trajectory.reward)] if policy.objective.needs_rewards else []
-
-
-def _readiness(span: types.Span, record: _Batch) -> float:
-  if span.kind == 'source' and span.index >= 0:
-    return record.ready_s[span.group, span.index]
-  return -1.0

@@ -29,6 +29,7 @@ from typing import Any, Iterable, Mapping
 
 from ts_jax import types
 from ts_jax.telemetry import jsonlines
+from ts_jax.telemetry import trace as trace_lib
 
 _TRAJECTORY_FILE = re.compile(r'update_(\d{6,})\.jsonl')
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy', 'orbax-checkpoint', 'tokenizers', 'ts_jax')
@@ -199,8 +200,12 @@ class RunDirectory:
     return list(latest.values())
 
   def read_trace(self) -> list[types.Span]:
-    """Returns every span, in the order written."""
-    return [types.Span.from_json(r) for r in self.trace.read()]
+    """Returns every span, in the order written.
+
+    Raises:
+      ConfigError: a line is not a span.
+    """
+    return trace_lib.read(self.trace)
 
   def read_batches(self) -> dict[int, tuple[tuple[int, int], ...]]:
     """Returns the (planned update, group) pairs that each update took, where they are not those planned for it."""

@@ -10,8 +10,10 @@ from ts_jax import types
 from ts_jax.models import tokenizer as tokenizer_lib
 from ts_jax.telemetry import metrics
 from ts_jax.telemetry import rundir
+from ts_jax.telemetry import trace
+from ts_jax.telemetry.report import schedules
 
-SPAN_KINDS = ('engine', 'tool', 'teacher', 'reference', 'verify', 'forward', 'turn', 'source', 'prompt', 'fold', 'reduce', 'optimizer', 'publish', 'compile')
+SPAN_KINDS = tuple(trace.KINDS)
 _MAX_TEXT = 6000  # characters of one observation or prompt that the page carries
 _REPLACEMENT = '\ufffd'
 
@@ -29,11 +31,11 @@ class Caps:
   spans: int = 60_000
 
 
-def collect(run: rundir.RunDirectory, caps: Caps = Caps()) -> dict[str, Any]:
-  """Returns the page's data as JSON values.
+def collect(run: rundir.RunDirectory, caps: Caps = Caps(), beside: Sequence[rundir.RunDirectory] = ()) -> dict[str, Any]:
+  """Returns the page's data as JSON values; timelines of `beside` under the run's own.
 
   Raises:
-    ConfigError: the folder is not a run directory, or a file in it is damaged.
+    ConfigError: a folder is not a run directory, or a file in it is damaged.
   """
   config, manifest = run.read_config(), run.read_manifest() if run.manifest_path.exists() else {}
   records = run.read_metrics()
@@ -52,6 +54,7 @@ def collect(run: rundir.RunDirectory, caps: Caps = Caps()) -> dict[str, Any]:
       'evals': sorted((r for r in records if r['kind'] == 'eval'), key=lambda r: r['update']),
       'kinds': list(SPAN_KINDS),
       'timelines': timelines,
+      'schedules': _schedules([run, *beside]) if beside else [],
       'trajectories': browser,
       'tokens': texts.table(),
       'notes': [n for n in (tokenizer_note, browser_note, timeline_note) if n],
@@ -206,6 +209,13 @@ def _timelines(spans: Iterable[Mapping[str, Any]], cap: int) -> tuple[dict[str, 
   if len(chosen) < len(updates):
     note = f'Timelines are shown for updates {_listed(chosen)} of {len(updates)}.'
   return timelines, note
+
+
+def _schedules(runs: Sequence[rundir.RunDirectory]) -> list[dict[str, Any]]:
+  """Timelines of runs; shares in whole percent."""
+  percent = lambda shares: [round(100 * float(v)) for v in shares]
+  return [{'name': t.name, 'bin': t.bin_s, 'rollout': percent(t.rollout), 'learner': percent(t.learner), 'steps': list(t.steps_s),
+           'end': t.end_s, 'idle': list(t.idle())} for t in schedules.timelines([schedules.of_run(r) for r in runs])]
 
 
 def _row(span: Mapping[str, Any], start: float) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Sequence
 
 from ts_jax import types
 from ts_jax.telemetry import jsonlines
@@ -12,28 +12,30 @@ from ts_jax.telemetry import rundir
 from ts_jax.telemetry.report import collect
 
 _PARTS = Path(__file__).parent / 'assets'
-_SCRIPTS = ('base.js', 'charts.js', 'overview.js', 'timeline.js', 'browser.js', 'main.js')
+_SCRIPTS = ('base.js', 'charts.js', 'overview.js', 'timeline.js', 'schedules.js', 'browser.js', 'main.js')
 
 
-def build_report(run: rundir.RunDirectory, output: str | Path | None = None, caps: collect.Caps = collect.Caps()) -> Path:
+def build_report(run: rundir.RunDirectory, output: str | Path | None = None, caps: collect.Caps = collect.Caps(),
+                 beside: Sequence[rundir.RunDirectory] = ()) -> Path:
   """Writes the report of a finished, interrupted or running run.
 
   Args:
     run: the run directory; only read.
     output: the HTML file; default report.html in the run directory.
     caps: how much of a very long run the page carries.
+    beside: other runs, whose timelines stand under this one's; only read.
 
   Returns:
     The file.
 
   Raises:
-    ConfigError: the folder is not a run directory, or a file in it is damaged.
+    ConfigError: a folder is not a run directory, or a file in it is damaged.
     TsJaxError: the page cannot be written.
   """
   if not run.path.is_dir():
     raise types.ConfigError(f'{run.path} is not a folder: give the work folder of a run')
   path = Path(output) if output else run.report
-  jsonlines.write_atomically(path, render(collect.collect(run, caps)))
+  jsonlines.write_atomically(path, render(collect.collect(run, caps, beside)))
   return path
 
 

@@ -12,5 +12,6 @@ attempt('overview', drawOverview);
 attempt('rewards', drawRewards);
 const openTrajectory = attempt('trajectories', drawBrowser);
 const openTimeline = attempt('timeline', () => drawTimeline(openTrajectory));
+attempt('schedules', drawSchedules);
 attempt('steps', () => drawSteps(openTimeline));
 attempt('setup', drawSetup);
