@@ -15,7 +15,13 @@ quickstart: venv sandbox
 
 ## Runs every test; the parity tests use an environment of their own with PyTorch and transformers, those of vLLM another.
 test: venv venv-test vllm sandbox
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=25 tests
+	XLA_FLAGS='$(QUICKLY)' $(PYTEST) $(TINY)
+	$(PYTEST) tests $(TINY:%=--ignore=%)
+
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+# Tests whose time is the compilation of programs that run for milliseconds, and flags that compile them quickly.
+TINY := tests/streaming tests/objectives tests/notebooks
+QUICKLY := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
 
 ## The learner's environment: no PyTorch.
 venv: $(VENV)/.done
