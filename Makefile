@@ -6,16 +6,21 @@ VENV := .venv
 VLLM := .venv-vllm
 BIN := $(VENV)/bin
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+# Tests whose time is the compilation of programs that run for milliseconds, and flags that compile them quickly.
+TINY := tests/streaming tests/objectives tests/notebooks
+QUICKLY := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
 
 .PHONY: quickstart test venv venv-test vllm sandbox clean
 
-## Installs what is missing, then trains SmolLM2-135M on shell tasks for a few minutes and writes a report.
+## Installs what is missing, then trains SmolLM2-135M on shell tasks and writes a report.
 quickstart: venv sandbox
 	$(BIN)/python -m experiments.train --config=configs/quickstart.py --config.seed=$(SEED) --workdir=runs/quickstart-$(SEED)
 
 ## Runs every test; the parity tests use an environment of their own with PyTorch and transformers, those of vLLM another.
 test: venv venv-test vllm sandbox
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=25 tests
+	XLA_FLAGS='$(QUICKLY)' $(PYTEST) $(TINY)
+	$(PYTEST) tests $(TINY:%=--ignore=%)
 
 ## The learner's environment: no PyTorch.
 venv: $(VENV)/.done

@@ -9,6 +9,7 @@ from experiments import offline, reference
 from tests.agents import scripted
 from tests.agents.scripted import block
 from tests.agents.test_teacher import FakeTeacher, log_probs
+from tests.models.test_chat import DROPS_REASONING
 from tests.streaming import cases
 from ts_jax import types
 from ts_jax.agents import prompt
@@ -16,17 +17,6 @@ from ts_jax.models.config import ModelConfig
 from ts_jax.objectives import distillation
 from ts_jax.streaming import scheduler
 from ts_jax.streaming.buckets import Buckets
-
-DROPS_REASONING = """{%- set ns = namespace(last=-1) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
-{%- for m in messages %}
-{%- set content = m.content %}
-{%- if m.role == 'assistant' and loop.index0 < ns.last and '</think>' in content %}
-{%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-{%- endif %}
-{{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 
 THOUGHT = '<think>\nhm, what is there?\n</think>\n\n'
 REPLIES = [THOUGHT + block('cat note.txt'), block('true'), '<think>\nnever closed', THOUGHT + block('touch made; submit')]

@@ -197,13 +197,13 @@ def test_verifier_that_did_not_run_is_an_infrastructure_failure(make_task, tmp_p
     asyncio.run(verifier_lib.Verifier(_BrokenSandbox(timed_out))(make_task(WROTE), tmp_path))
 
 
-def test_verification_costs_little_more_than_python_in_a_sandbox(generated, sandbox):
+def test_verification_costs_little_more_than_a_sandbox(generated, sandbox):
   async def shortest_s():
     verifier, task, bare_s, verify_s = verifier_lib.Verifier(sandbox), generated[0], [], []
     space = sandbox.new_workspace(task.files_folder)
-    for _ in range(20):  # alternated: other work on the machine slows both
+    for _ in range(80):  # alternated: other work on the machine slows both
       times_s = [time.monotonic()]
-      await sandbox.run_once(['python3', '-I', '-S', '-B', '-c', 'pass'], space.workdir)
+      await sandbox.run_once(['true'], space.workdir)
       times_s.append(time.monotonic())
       await verifier(task, space.workdir)
       times_s.append(time.monotonic())
@@ -212,7 +212,7 @@ def test_verification_costs_little_more_than_python_in_a_sandbox(generated, sand
     space.remove()
     return min(bare_s), min(verify_s)
   bare_s, verify_s = asyncio.run(shortest_s())
-  assert verify_s < 4 * bare_s
+  assert verify_s < 5 * bare_s
 
 
 def test_validation_excludes_with_reasons(make_task, sandbox, tmp_path):

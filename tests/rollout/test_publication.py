@@ -41,7 +41,7 @@ def params():
 
 @pytest.fixture
 def publisher(engine, tmp_path):
-  made = publication.Publisher([engine], tmp_path / 'exchange', BF16, probe=probe())
+  made = publication.Publisher([engine], tmp_path / 'exchange', BF16, probe=probe(), restart_timeout_s=5.0)
   yield made
   made.close()
 
@@ -176,7 +176,7 @@ def test_a_publication_without_room_leaves_the_next_one_possible(engine, publish
 def test_the_probe_stops_a_replica_that_computes_with_other_weights(engine, params, tmp_path):
   good = probe()
   wrong = publication.Probe(good.token_ids, lambda p: good.log_probs(tiny_engine.random_params(8)), good.tolerance)
-  publisher = publication.Publisher([engine], tmp_path, BF16, probe=wrong)
+  publisher = publication.Publisher([engine], tmp_path, BF16, probe=wrong, restart_timeout_s=1.0)
   with pytest.raises(types.InfrastructureError, match=f'{engine.url} gives the probe prompt.*it is paused'):
     publisher.publish(params, tiny_engine.CONFIG, 81)
   assert engine.control.is_paused()

@@ -1,6 +1,7 @@
 """A real vLLM server behind the client, the publisher and the supervisor: SmolLM2 in float32 on one core."""
 
 import asyncio
+import functools
 import os
 import pathlib
 
@@ -49,11 +50,15 @@ def changed(params, seed: int):
   return jax.tree.unflatten(tree, [noise(i, x) for i, x in enumerate(leaves)])
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def forward(config, params, tokens):
+  return llama.forward(config, params, tokens, llama.empty_boundary(config))[0]
+
+
 def learner_log_probs(student, params, ids, start: int) -> np.ndarray:
   """Float32 log-probs of ids[start:], by the learner's own layers."""
-  config = student[1]
   padded = np.pad(np.asarray(ids[:-1], np.int32), (0, -(len(ids) - 1) % 64))
-  hidden, _ = llama.forward(config, params, padded[None], llama.empty_boundary(config))
+  hidden = forward(student[1], params, padded[None])
   return np.asarray(logprob.token_log_probs(hidden[0, start - 1:len(ids) - 1], llama.head_matrix(params), np.asarray(ids[start:])))
 
 

@@ -330,5 +330,5 @@ def test_a_teacher_whose_scores_are_not_finite_or_missing_stops_the_update(stage
   with fault_proxy.FaultProxy(teacher.url) as proxy:
     for value in (float('nan'), float('-inf'), None):
       with proxy.spoiling(GENERATE, spoilt(value), times=10**6), pytest.raises(types.TsJaxError, match='the teacher did not score turn'):
-        student.update(version, stage.client(), teacher=stage.client(proxy.url, timeout_s=20.0), retries=0)
+        student.update(version, stage.client(), teacher=stage.client(proxy.url, timeout_s=5.0), retries=0)
       assert proxy.struck

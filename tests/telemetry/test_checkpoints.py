@@ -15,6 +15,14 @@ class State(NamedTuple):
   version: int
 
 
+@pytest.fixture(autouse=True)
+def heard():
+  """A shell's background job starts with interruptions ignored."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
 def state(value: float) -> State:
   return State({'w': jax.numpy.full((3,), value)}, 4)
 

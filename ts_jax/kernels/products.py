@@ -3,7 +3,7 @@
 The CPU backend adds up to 512 terms of a float32 product one after another.  A gradient that runs through two hundred such
 products picks up 1e-6 of rounding, and a sum over the vocabulary, whose mass sits in a few terms, 3e-6 at once.  Cut into
 shorter sums, the same products lose half of it and more.  Under `jax.default_matmul_precision('highest')` they are summed in
-float64 and rounded once, which takes longer and leaves less than half of the rest.  Elsewhere, and in other precisions, products
+float64 and rounded once, which takes longer and leaves less rounding.  Elsewhere, and in other precisions, products
 stay whole: what 'highest' means there is the backend's.
 """
 
