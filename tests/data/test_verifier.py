@@ -55,7 +55,7 @@ def test_partial_and_full_credit(make_task, attempt):
     'ln -s /dev/zero answer.txt',
     'mkdir answer.txt',
     'printf "42\\n" > other; chmod 000 other; ln -s other answer.txt',
-    '(while true; do echo 42 > answer.txt; done) & sleep 0.2; rm -f answer.txt; chmod 555 .',
+    'chmod 555 .; (while true; do echo 42 > answer.txt; done) & sleep 0.2',
 ], ids=['modules', 'conftest', 'own-tests', 'fake-report', 'bytecode', 'link-to-tests', 'link-to-verifier', 'endless-file',
         'folder', 'unreadable', 'background'])
 @pytest.mark.parametrize('needs_pytest', [False, True], ids=['plain', 'pytest'])
