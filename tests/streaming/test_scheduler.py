@@ -32,7 +32,7 @@ def simulate(policy, sizes, seed, rewards=(0.0, 0.5, 1.5), lanes=1):
         turns[at] -= 1
         pending.append(('turn', at) if turns[at] else ('content', at))
         arrived[at] = arrived.get(at, 0) + 1
-        event = s.TurnReady(*at, steps=arrived[at])
+        event = s.TurnReady(*at, steps=arrived[at], tokens=60 * arrived[at])
       elif what == 'content':
         pending += [('reward', at)] if policy.objective.needs_rewards else []
         event = s.ContentReady(*at, scored=scored[at], cost=int(rng.choice([64, 128])))
@@ -41,13 +41,13 @@ def simulate(policy, sizes, seed, rewards=(0.0, 0.5, 1.5), lanes=1):
     else:
       running.remove(item)
       done.append(item.work)
-      event = s.WorkDone(item.lane, item.work)
+      event = s.WorkDone(item.lane, item.work, float(rng.random()))
     state, more = s.advance(state, event)
     running += more
     for lane in range(lanes):
       kept = sum(x.worked > 0 and x.status in (s.Status.RUNNING, s.Status.READY) for g in state.groups if g.lane == lane for x in g.sources)
       assert kept <= policy.kept_cap
-      peak = max(peak, sum(g.statistics for g in state.groups if g.lane == lane))
+      peak = max(peak, sum(lane in g.statistics for g in state.groups))
       scopes = [[g for g in state.groups if g.lane == lane]] if policy.objective.needs_batch else [[g] for g in state.groups]
       assert all(len({r for g in scope for r in g.summed}) <= policy.reward_sums for scope in scopes)
   return state, done, peak, reward, scored
@@ -58,8 +58,8 @@ OBJECTIVES = [policy_gradient.PolicyGradient(), distillation.Distillation(), pol
               policy_gradient.PolicyGradient(terms=Terms(kl=0.1))]
 POLICIES = st.builds(
     lambda granularity, direct, cap, rows, objective: s.Policy(
-        granularity, direct, cap, rows if direct and granularity not in ('turn', 'forward') else (1,), objective=objective, kept_cap=cap,
-        reward_sums=cap if direct else 3),
+        granularity, direct or granularity == 'elastic', cap, rows if direct and granularity not in ('turn', 'forward') else (1,),
+        objective=objective, kept_cap=cap, reward_sums=cap if direct else 3),
     st.sampled_from(s.GRANULARITIES), st.booleans(), st.integers(1, 3), st.sampled_from([(1,), (2, 1), (4, 2, 1)]),
     st.sampled_from(OBJECTIVES))
 
@@ -237,7 +237,7 @@ def test_a_reward_without_a_sum_waits_for_its_advantage():
   state, folds = feed(state, s.WorkDone(0, issued[0].work))
   assert folds[0].work == s.FoldHeld(0, 0, 1.0)
   state, issued = feed(state, s.WorkDone(0, folds[0].work))
-  assert not issued and state.groups[0].summed == (1.0,)
+  assert not issued and state.groups[0].summed == [1.0]
   state, issued = feed(state, s.ContentReady(0, 2, 3, 64))
   assert issued[0].work.service is s.Service.CONTENT  # its reward may be one that has a sum
   state, issued = feed(state, s.WorkDone(0, issued[0].work), s.RewardReady(0, 2, 0.5))

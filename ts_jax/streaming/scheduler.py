@@ -1,23 +1,29 @@
-"""The learner's scheduler: a pure state machine.
+"""The learner's scheduler: a state machine without threads, clock or randomness.
 
-`advance(state, event) -> (state, assignments)` has no threads and no clock.  Around it, a shell owns the queue and the
-lanes: it feeds events and runs what is assigned.  A schedule is a `Policy`; there is one machine for all of them.
+`advance(state, event) -> (state, assignments)`.  Around it, a shell owns the queue and the lanes: it feeds events and runs what
+is assigned.  A schedule is a `Policy`; there is one machine for all of them.  Like a donated buffer, a state that was
+passed in is gone: it is changed in place, which is what makes an event cost microseconds whatever the size of the batch.
 
-Service order at a free lane: fold a held gradient whose reward arrived; close a group; then sources, `final` (all
-rewards that advantages are relative to known) before `known` (its own reward known) before `content` (tokens fixed, verdict
-pending), in readiness order; then, at granularities `turn` and `forward`, turns of running trajectories; then prompts nobody
-asked for yet.
+Groups are dealt out to lanes at the start, by predicted work.  Service order at a free lane: fold a held gradient whose
+reward arrived; hand over what belongs to another lane's group; close a group; then sources, `final` (all rewards that
+advantages are relative to known) before `known` (its own reward known) before `content` (tokens fixed, verdict pending), in
+readiness order; then, at granularities that begin with them, turns of running trajectories; then prompts nobody asked for yet;
+then whole trajectories of the lane that has most work left.
 """
 
 from __future__ import annotations
 
+import bisect
+from collections import deque
 import dataclasses
 import enum
+import heapq
 from typing import Sequence
 
 from ts_jax import types
 from ts_jax.objectives import policy_gradient
 from ts_jax.objectives.objective import Objective
+from ts_jax.streaming import costs as costs_lib
 
 
 class SchedulerError(RuntimeError):
@@ -43,9 +49,13 @@ class Service(enum.IntEnum):
   CONTENT = 2
 
 
+_SERVICES = tuple(Service)
+
 # How early work is released: when every reward of the batch is known (Sync), of the group, or when a trajectory's content is
-# fixed; `turn` and `forward` begin with turns of running trajectories.
-GRANULARITIES = ('batch', 'group', 'trajectory', 'turn', 'forward')
+# fixed; `turn` and `forward` begin with turns of running trajectories; `elastic` runs turns forward where the lane would idle and
+# that shortens what is left, and everything else as `trajectory` does.
+GRANULARITIES = ('batch', 'group', 'trajectory', 'turn', 'forward', 'elastic')
+_WORTH = 0.65  # least saving at completion, over what early work takes, at which `elastic` does it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +71,7 @@ class Policy:
     pack_waste: largest padded cost of a pack relative to its members' own.
     objective: from rewards to coefficients; the lanes' own.
     kept_cap: running trajectories per lane that may hold work of their turns at once (a memory budget).
+    piece_lengths: padded lengths of turns that `elastic` runs forward together, ascending.
     reward_sums: distinct rewards per group (per lane, with the batch as population) that may have a sum of their own, where
       the objective is not affine.  A source with one more reward waits until its advantage is known.
   """
@@ -73,6 +84,7 @@ class Policy:
   objective: Objective = policy_gradient.PolicyGradient()
   kept_cap: int = 8
   reward_sums: int = 4
+  piece_lengths: tuple[int, ...] = (64, 128, 256)
 
   def __post_init__(self):
     if self.granularity not in GRANULARITIES:
@@ -83,98 +95,35 @@ class Policy:
       raise ValueError(f'reward_sums {self.reward_sums} must be at least 1')
     if not self.direct and max(self.pack_rows) > 1:
       raise ValueError(f'pack_rows {self.pack_rows} needs direct=True: packed rows share one sum')
-    if self.by_turns and max(self.pack_rows) > 1:
+    if self.granularity in ('turn', 'forward') and max(self.pack_rows) > 1:
       raise ValueError(f'granularity {self.granularity!r} needs pack_rows (1,), not {self.pack_rows}')
+    if self.granularity == 'elastic' and not self.direct:
+      raise ValueError("granularity 'elastic' needs direct=True: what it does early, and so the rounding, depends on time")
     if 1 not in self.pack_rows:
       raise ValueError(f'pack_rows {self.pack_rows} must contain 1')
 
   @property
   def by_turns(self) -> bool:
     """Turns of running trajectories are worked on."""
-    return self.granularity in ('turn', 'forward')
+    return self.granularity in ('turn', 'forward', 'elastic')
 
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-  """One trajectory.  `cost` is its padded length in tokens, `order` its rank of readiness; while it runs, `steps` can be
-  worked on, of which `worked` have been."""
-
-  status: Status = Status.RUNNING
-  reward: float | None = None
-  scored: int = 0
-  cost: int = 0
-  order: int = -1
-  steps: int = 0
-  worked: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupState:
-  """One group.  `lane` owns it from its first work on; `statistics`: its sums are allocated, `summed`: of which rewards."""
-
-  sources: tuple[Source, ...]
-  lane: int = -1
-  statistics: bool = False
-  summed: tuple[float, ...] = ()
-  prompt_started: bool = False
-  touched: bool = False
-  closing: bool = False
-  closed: bool = False
-
-  @property
-  def rewards(self) -> tuple[float | None, ...]:
-    """Rewards so far, None where unknown."""
-    return tuple(s.reward for s in self.sources)
-
-  def final(self, objective: Objective) -> bool:
-    """Everything the group itself has to wait for: all rewards, or for an objective without rewards all content."""
-    if objective.needs_rewards:
-      return all(s.reward is not None for s in self.sources)
-    return all(s.status is not Status.RUNNING for s in self.sources)
-
-
-@dataclasses.dataclass(frozen=True)
-class State:
-  """Everything the scheduler knows within one update."""
-
-  policy: Policy
-  groups: tuple[GroupState, ...]
-  idle: tuple[int, ...]
-  next_order: int = 0
-  skipped: int = 0
-  wasted: int = 0
-
-  @property
-  def batch_final(self) -> bool:
-    """Every group is final."""
-    return all(g.final(self.policy.objective) for g in self.groups)
-
-  @property
-  def rewards(self) -> tuple[float | None, ...]:
-    """Rewards of the batch so far, None where unknown."""
-    return tuple(r for g in self.groups for r in g.rewards)
-
-  def final(self, group: int) -> bool:
-    """The coefficients of a group's sources are known, and nothing more can come."""
-    return self.batch_final if self.policy.objective.needs_batch else self.groups[group].final(self.policy.objective)
-
-  def population(self, group: int) -> tuple[float | None, ...]:
-    """The rewards that a group's advantages are relative to."""
-    return self.rewards if self.policy.objective.needs_batch else self.groups[group].rewards
-
-  @property
-  def closed(self) -> bool:
-    """The barrier may run: every group is closed."""
-    return all(g.closed for g in self.groups)
+  def piece(self, tokens: int) -> int:
+    """Padded tokens of turns with `tokens` that `elastic` runs forward together."""
+    whole, rest = divmod(tokens, self.piece_lengths[-1])
+    return whole * self.piece_lengths[-1] + (next(n for n in self.piece_lengths if n >= rest) if rest else 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class TurnReady:
-  """`steps` of a running trajectory can be worked on (fewer than before where a failed attempt is made again)."""
+  """`steps` of a running trajectory can be worked on (fewer than before where a failed attempt is made again).
+
+  `tokens`: in them, which `elastic` needs to know.
+  """
 
   group: int
   index: int
   steps: int
+  tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,11 +154,12 @@ class PromptForward:
 
 @dataclasses.dataclass(frozen=True)
 class TurnWork:
-  """Work on the turns of a running trajectory that are there, up to `steps`."""
+  """Work on the turns of a running trajectory that are there, up to `steps`, with `tokens` in all."""
 
   group: int
   index: int
   steps: int
+  tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,15 +194,26 @@ class CloseGroup:
   rewards: tuple[float, ...]
 
 
-Work = PromptForward | TurnWork | SourceWork | FoldHeld | CloseGroup
+@dataclasses.dataclass(frozen=True)
+class HandOver:
+  """Give up everything that is held for another lane's group: that lane adds it to its own before it closes the group."""
+
+  group: int
+
+
+Work = PromptForward | TurnWork | SourceWork | FoldHeld | HandOver | CloseGroup
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkDone:
-  """A lane finished what it was assigned."""
+  """A lane finished what it was assigned.
+
+  `seconds`, where it was measured: what it took, without the group's prompt and without folds.
+  """
 
   lane: int
   work: Work
+  seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,275 +227,645 @@ class Assignment:
 Event = TurnReady | ContentReady | RewardReady | WorkDone
 
 
-def start(policy: Policy, group_sizes: Sequence[int], lanes: int = 1) -> tuple[State, list[Assignment]]:
-  """Registers an update's groups; returns the first state and what lanes may do already."""
-  groups = tuple(GroupState(tuple(Source() for _ in range(size))) for size in group_sizes)
-  return _dispatch(State(policy, groups, tuple(range(lanes))))
+class Source:
+  """One trajectory.
+
+  Attributes:
+    status: where it is in its life.
+    reward: None until it is known.
+    scored: L_i; cost: padded length in tokens; order: rank of readiness.
+    steps: while it runs, how many can be worked on; worked: how many have been.
+    tokens, worked_tokens: of these.
+  """
+
+  __slots__ = ('status', 'reward', 'scored', 'cost', 'order', 'steps', 'worked', 'tokens', 'worked_tokens')
+
+  def __init__(self):
+    self.status, self.reward = Status.RUNNING, None
+    self.scored = self.cost = self.steps = self.worked = self.tokens = self.worked_tokens = 0
+    self.order = -1
+
+
+class GroupState:
+  """One group.
+
+  Attributes:
+    number, sources: which, and its trajectories.
+    lane: owns it.
+    statistics: lanes that hold sums of it; summed: of which rewards.
+    helpers: lanes that work for it without owning it, and have to hand over.
+    coefficients: of its sources, once they are known.
+  """
+
+  __slots__ = ('number', 'sources', 'lane', 'statistics', 'summed', 'helpers', 'coefficients', 'prompt_started', 'touched', 'queued', 'closed',
+               'unrewarded', 'running', 'unfinished')
+
+  def __init__(self, number: int, size: int, lane: int):
+    self.number, self.sources, self.lane = number, [Source() for _ in range(size)], lane
+    self.statistics: list[int] = []
+    self.summed: list[float] = []
+    self.helpers: list[int] = []
+    self.coefficients: Sequence[float] | None = None
+    self.prompt_started = self.touched = self.queued = self.closed = False
+    self.unrewarded = self.running = self.unfinished = size
+
+  @property
+  def rewards(self) -> tuple[float | None, ...]:
+    """Rewards so far, None where unknown."""
+    return tuple(s.reward for s in self.sources)
+
+  def final(self, objective: Objective) -> bool:
+    """Everything the group itself has to wait for: all rewards, or for an objective without rewards all content."""
+    return not (self.unrewarded if objective.needs_rewards else self.running)
+
+
+class _LaneState:
+  """One lane's queues; entries that a later event has overtaken are dropped when they come up."""
+
+  __slots__ = ('number', 'work', 'folds', 'hand_overs', 'closable', 'ready', 'waiting', 'begun', 'fresh', 'prompts', 'open', 'held', 'kept', 'backlog', 'changed')
+
+  def __init__(self, number: int, groups: Sequence[int]):
+    self.number = number
+    self.work: Work | None = None
+    self.folds: deque[tuple[GroupState, int]] = deque()
+    self.hand_overs: deque[GroupState] = deque()
+    self.closable: deque[GroupState] = deque()
+    self.ready: tuple[list[tuple[int, int, int]], ...] = ([], [], [])  # by service: heaps of (order, group, index)
+    self.waiting: dict[int, list[tuple[int, int, int]]] = {}  # by group without sums: (service, order, index)
+    self.begun: list[tuple[int, int, int]] = []  # heaps of (worked - steps, group, index)
+    self.fresh: list[tuple[int, int, int]] = []
+    self.prompts = deque(groups)
+    self.open = 0  # groups with sums here
+    self.held = 0  # gradients that wait for their verdict
+    self.kept = 0  # trajectories with work of turns here
+    self.backlog = 0  # cost of sources that are ready
+    self.changed = True  # there may be something to do that there was not
+
+
+class State:
+  """Everything the scheduler knows within one update.
+
+  Attributes:
+    policy: the schedule.
+    groups: of the update.
+    idle: lanes without work, ascending.
+    skipped: sources never computed, wasted: computed in vain, because their population turned out uniform.
+    costs: what work takes, as far as it was measured.
+  """
+
+  def __init__(self, policy: Policy, groups: Sequence[GroupState], lanes: int, hosts: Sequence[int], prompt_costs: Sequence[int],
+               costs: costs_lib.Costs):
+    """See `start`."""
+    self.policy, self.groups, self.costs = policy, groups, costs
+    self._elastic = policy.granularity == 'elastic'
+    self.idle = list(range(lanes))
+    self.skipped = self.wasted = 0
+    self._objective = policy.objective
+    self._needs_rewards, self._needs_batch = policy.objective.needs_rewards, policy.objective.needs_batch
+    self._affine = policy.objective.affine
+    self._hosts, self._prompt_costs = hosts, prompt_costs
+    self._lanes = [_LaneState(n, [g.number for g in groups if g.lane == n]) for n in range(lanes)]
+    self._next_order = self._backlog = 0
+    self._unfinal = self._unclosed = len(groups)
+    for group in groups:
+      if not self._needs_rewards:  # coefficients are known from the start
+        group.coefficients = self._coefficients(group)
+
+  @property
+  def batch_final(self) -> bool:
+    """Every group is final."""
+    return not self._unfinal
+
+  @property
+  def rewards(self) -> tuple[float | None, ...]:
+    """Rewards of the batch so far, None where unknown."""
+    return tuple(r for g in self.groups for r in g.rewards)
+
+  @property
+  def closed(self) -> bool:
+    """The barrier may run: every group is closed."""
+    return not self._unclosed
+
+  def final(self, group: int) -> bool:
+    """The coefficients of a group's sources are known, and nothing more can come."""
+    return not self._unfinal if self._needs_batch else self.groups[group].final(self._objective)
+
+  def population(self, group: int) -> tuple[float | None, ...]:
+    """The rewards that a group's advantages are relative to."""
+    return self.rewards if self._needs_batch else self.groups[group].rewards
+
+  def take(self, event: Event) -> None:
+    """Takes one event."""
+    match event:
+      case WorkDone():
+        self._done(event)
+      case TurnReady():
+        self._turn(event)
+      case ContentReady():
+        self._content(event)
+      case RewardReady():
+        self._reward(event)
+      case _:
+        raise SchedulerError(f'unknown event {event!r}')
+
+  def assign(self) -> list[Assignment]:
+    """Gives idle lanes work."""
+    issued = []
+    for number in tuple(self.idle):
+      lane = self._lanes[number]
+      work = self._choose(lane) if lane.changed else None
+      lane.changed = False
+      if work is None and self._backlog and len(self._lanes) > 1:
+        work = self._steal(lane)
+      if work is not None:
+        self.idle.remove(number)
+        lane.work = work
+        issued.append(Assignment(number, work))
+    return issued
+
+  # What events change.
+
+  def _source(self, event: TurnReady | ContentReady | RewardReady) -> tuple[GroupState, Source]:
+    try:
+      group = self.groups[event.group]
+      self._lanes[group.lane].changed = True
+      return group, group.sources[event.index]
+    except IndexError as e:
+      raise SchedulerError(f'{event} names a trajectory that was never registered') from e
+
+  def _turn(self, event: TurnReady) -> None:
+    group, source = self._source(event)
+    if source.status is not Status.RUNNING:
+      raise SchedulerError(f'{event}: its content was fixed before')
+    source.steps, source.tokens = event.steps, event.tokens
+    self._queue_turns(group, event.index)
+
+  def _content(self, event: ContentReady) -> None:
+    group, source = self._source(event)
+    if source.status is not Status.RUNNING:
+      raise SchedulerError(f'{event}: its content was fixed before')
+    source.scored, source.cost, source.order = event.scored, event.cost, self._next_order
+    self._next_order += 1
+    group.running -= 1
+    if event.scored:
+      source.status = Status.READY
+      self._add_backlog(group, event.cost)
+      self._queue(group, event.index)
+    else:
+      source.status = Status.SKIPPED
+      self._forget_turns(group, source)
+      group.unfinished -= 1
+    if not self._needs_rewards and not group.running:
+      self._group_final(group)
+    elif not group.unfinished:
+      self._close_if_done(group)
+
+  def _reward(self, event: RewardReady) -> None:
+    group, source = self._source(event)
+    if source.status is Status.RUNNING:
+      raise SchedulerError(f'{event}: rewarded before its content was fixed')
+    if source.reward is not None:
+      raise SchedulerError(f'{event}: rewarded before with {source.reward}')
+    source.reward = event.reward
+    group.unrewarded -= 1
+    if not (self.policy.direct or self._affine):
+      self._check_sums(group)
+    if source.status is Status.READY:
+      self._queue(group, event.index)
+    elif source.status is Status.HELD:
+      self._lanes[group.lane].folds.append((group, event.index))
+    if self._needs_rewards and not group.unrewarded:
+      self._group_final(group)
+
+  def _check_sums(self, group: GroupState) -> None:
+    """Every reward has a sum; which of them had one would depend on their order otherwise."""
+    distinct, sums = set(self.population(group.number)) - {None}, self.policy.reward_sums
+    if len(distinct) > sums:
+      raise types.TsJaxError(f'group {group.number} brings the {len(distinct)} distinct rewards {sorted(distinct)}, and there are sums for '
+                             f"{sums}: raise config.objective.max_distinct_rewards (memory of the parameters' size for each), or use the "
+                             'float32 accumulator, where further ones wait for their advantage')
+
+  def _done(self, event: WorkDone) -> None:
+    lane, work = self._lanes[event.lane], event.work
+    if lane.work is None or (lane.work is not work and lane.work != work):
+      raise SchedulerError(f'lane {event.lane} reports {work}, which it was not assigned')
+    lane.work, lane.changed = None, True
+    bisect.insort(self.idle, event.lane)
+    group = self.groups[work.group]
+    if event.seconds and self._elastic:
+      self._measure(group, work, event.seconds)
+    match work:
+      case SourceWork():
+        for index in work.indices:
+          source = group.sources[index]
+          if work.service is Service.CONTENT:
+            self._held(group, index)
+          else:
+            source.status = Status.DONE
+            group.unfinished -= 1
+      case FoldHeld():
+        group.sources[work.index].status = Status.DONE
+        group.unfinished -= 1
+      case TurnWork():
+        self._worked(lane, group, work)
+      case HandOver():
+        group.helpers.remove(event.lane)
+        self._drop_statistics(group, lane)
+        group.queued = bool(group.helpers)
+      case CloseGroup():
+        self._drop_statistics(group, lane)
+        group.closed = True
+        self._unclosed -= 1
+        return
+    if not group.unfinished:
+      self._close_if_done(group)
+
+  def _held(self, group: GroupState, index: int) -> None:
+    """A gradient was computed before its reward was known."""
+    source, lane = group.sources[index], self._lanes[group.lane]
+    if self.final(group.number) and self._objective.is_zero(self.population(group.number)):
+      source.status = Status.DONE
+      group.unfinished -= 1
+      return
+    source.status = Status.HELD
+    lane.held += 1
+    if source.reward is not None:
+      lane.folds.append((group, index))
+
+  def _worked(self, lane: _LaneState, group: GroupState, work: TurnWork) -> None:
+    source = group.sources[work.index]
+    if source.status is Status.SKIPPED:
+      return
+    if not source.worked and source.status in (Status.RUNNING, Status.READY):
+      lane.kept += 1
+    source.worked, source.worked_tokens = work.steps, work.tokens
+    self._queue_turns(group, work.index)
+
+  def _measure(self, group: GroupState, work: Work, seconds: float) -> None:
+    match work:
+      case TurnWork() if work.tokens > group.sources[work.index].worked_tokens:
+        self.costs = self.costs.observe('early', self.policy.piece(work.tokens - group.sources[work.index].worked_tokens), seconds)
+      case SourceWork() if len(work.indices) == 1:
+        source = group.sources[work.indices[0]]
+        if not source.worked:
+          self.costs = self.costs.observe('whole', source.cost, seconds)
+        else:  # what had not run forward did first
+          rest = self.costs.predict('early', self.policy.piece(max(source.tokens - source.worked_tokens, 0)))
+          self.costs = self.costs.observe('late', source.cost, max(seconds - rest, 0.0))
+
+  def _group_final(self, group: GroupState) -> None:
+    """A group's last reward (content) is known: settles what that decides."""
+    self._unfinal -= 1
+    if self._needs_batch:
+      if not self._unfinal:
+        for g in self.groups:
+          self._settle(g)
+          self._queue_all(g)
+      elif self.policy.granularity == 'group':
+        self._queue_all(group)
+      return
+    self._settle(group)
+    if self.policy.granularity != 'batch':
+      self._queue_all(group)
+    elif not self._unfinal:
+      for g in self.groups:
+        self._queue_all(g)
+
+  def _queue_all(self, group: GroupState) -> None:
+    self._lanes[group.lane].changed = True
+    for index, source in enumerate(group.sources):
+      if source.status is Status.READY:
+        self._queue(group, index)
+
+  def _settle(self, group: GroupState) -> None:
+    """Skips what is known to contribute nothing; releases gradients that waited for their advantage."""
+    objective, population = self._objective, self.population(group.number)
+    group.coefficients = self._coefficients(group)
+    uniform, lane = objective.is_zero(population), self._lanes[group.lane]
+    for index, source in enumerate(group.sources):
+      # In a mixed group a single zero advantage may be dropped only where its sum is not part of exact statistics.
+      zero = (uniform or (self.policy.direct and group.coefficients[index] == 0)) and not objective.terms.needs_counts
+      if source.status is Status.READY and zero:
+        source.status = Status.SKIPPED
+        self._add_backlog(group, -source.cost)
+        self._forget_turns(group, source)
+        group.unfinished -= 1
+        self.skipped += 1
+      elif source.status is Status.HELD and uniform:
+        source.status = Status.DONE
+        lane.held -= 1
+        group.unfinished -= 1
+      elif source.status is Status.HELD and source.reward is not None:
+        lane.folds.append((group, index))
+    self._close_if_done(group)
+
+  def _coefficients(self, group: GroupState) -> list[float]:
+    return [float(c) for c in self._objective.source_coefficients(group.rewards, self.population(group.number))]
+
+  def _close_if_done(self, group: GroupState) -> None:
+    """Everything of a group is done or skipped, and nothing more can come: what helpers hold goes to its lane, then it closes."""
+    if group.unfinished or group.queued or group.closed or not self.final(group.number):
+      return
+    if not group.touched:
+      group.closed = True
+      self._unclosed -= 1
+      return
+    group.queued = True
+    for helper in group.helpers:
+      self._lanes[helper].hand_overs.append(group)
+      self._lanes[helper].changed = True
+    if not group.helpers:
+      self._lanes[group.lane].closable.append(group)
+      self._lanes[group.lane].changed = True
+
+  # Queues.
+
+  def _service(self, group: GroupState, source: Source) -> Service:
+    if not self._needs_rewards or self.final(group.number):
+      return Service.FINAL
+    return Service.CONTENT if source.reward is None else Service.KNOWN
+
+  def _released(self, group: GroupState) -> bool:
+    match self.policy.granularity:
+      case 'batch':
+        return not self._unfinal
+      case 'group':
+        return group.final(self._objective)
+    return True
+
+  def _queue(self, group: GroupState, index: int) -> None:
+    """A ready source, under what is known of it by now."""
+    if self._released(group):
+      source = group.sources[index]
+      heapq.heappush(self._lanes[group.lane].ready[self._service(group, source)], (source.order, group.number, index))
+
+  def _add_backlog(self, group: GroupState, cost: int) -> None:
+    self._lanes[group.lane].backlog += cost
+    self._backlog += cost
+
+  def _queue_turns(self, group: GroupState, index: int) -> None:
+    source, lane = group.sources[index], self._lanes[group.lane]
+    if self.policy.by_turns and source.status is Status.RUNNING and source.steps > source.worked:
+      heapq.heappush(lane.begun if source.worked else lane.fresh, (self._waiting(source), group.number, index))
+
+  def _waiting(self, source: Source) -> int:
+    """Rank of a running trajectory: the one with most to do first."""
+    return source.worked_tokens - source.tokens if self._elastic else source.worked - source.steps
+
+  def _forget_turns(self, group: GroupState, source: Source) -> None:
+    """A source leaves the lane's memory of early work."""
+    if source.worked:
+      self._lanes[group.lane].kept -= 1
+
+  @staticmethod
+  def _drop_statistics(group: GroupState, lane: _LaneState) -> None:
+    """The lane has no sums of the group any more: another group may have some."""
+    if lane.number in group.statistics:
+      group.statistics.remove(lane.number)
+      lane.open -= 1
+
+  @staticmethod
+  def _return_waiting(lane: _LaneState, number: int) -> None:
+    """Sources of a group that waited for sums go back to their queues."""
+    for service, order, index in lane.waiting.pop(number, ()):
+      heapq.heappush(lane.ready[service], (order, number, index))
+
+  # What a free lane does.
+
+  def _choose(self, lane: _LaneState) -> Work | None:
+    work = self._next_fold(lane) if lane.folds else None
+    if work is not None:
+      return work
+    if lane.hand_overs:
+      return HandOver(lane.hand_overs.popleft().number)
+    if lane.closable:
+      return self._close(lane.closable.popleft())
+    work = self._next_source(lane)
+    if work is None and self.policy.by_turns:
+      work = self._next_turn(lane)
+    return self._next_prompt(lane) if work is None and lane.prompts else work
+
+  def _next_fold(self, lane: _LaneState) -> FoldHeld | None:
+    """A held gradient whose reward is there, and a sum for it, or its advantage."""
+    while lane.folds:
+      group, index = lane.folds.popleft()
+      source = group.sources[index]
+      if source.status is not Status.HELD:
+        continue
+      known = not self._affine and self.policy.direct and self.final(group.number)
+      if not known and not self._has_sum(lane, group, source.reward):
+        continue  # until its advantage is known
+      source.status = Status.IN_LANE
+      lane.held -= 1
+      if known:
+        return FoldHeld(group.number, index, source.reward, group.coefficients[index])
+      self._add_sum(lane, group, source.reward)
+      return FoldHeld(group.number, index, source.reward)
+    return None
+
+  def _close(self, group: GroupState) -> CloseGroup:
+    rewards, objective = self.population(group.number), self._objective
+    if objective.is_zero(rewards) and not objective.terms.needs_counts:
+      self.wasted += sum(s.status is Status.DONE for s in group.sources)
+    return CloseGroup(group.number, rewards)
+
+  def _next_source(self, lane: _LaneState) -> SourceWork | None:
+    while True:
+      work = self._next_ready(lane)
+      if work is not None or not lane.waiting or lane.open >= self.policy.admission_cap:
+        return work
+      # There is room for sums again: for those of the group that would have been served first.
+      self._return_waiting(lane, min(lane.waiting, key=lambda g: min(lane.waiting[g])))
+
+  def _next_ready(self, lane: _LaneState) -> SourceWork | None:
+    for service in _SERVICES:
+      queue = lane.ready[service]
+      if service is Service.CONTENT and lane.held:
+        continue  # one gradient may wait for its verdict; a second would need another copy of the parameters
+      while queue:
+        order, number, index = heapq.heappop(queue)
+        group = self.groups[number]
+        source = group.sources[index]
+        if source.status is not Status.READY or self._service(group, source) is not service:
+          continue
+        direct = service is Service.FINAL and (self.policy.direct or not self._needs_rewards)
+        if not direct and not self._may_sum(lane, group):
+          lane.waiting.setdefault(number, []).append((service, order, index))
+        elif direct or self._has_sum(lane, group, source.reward):
+          return self._start(lane, group, index, service, direct)
+    return None
+
+  def _may_sum(self, lane: _LaneState, group: GroupState) -> bool:
+    """The group has sums on the lane, or there is room for them.  With the batch as population they are the lane's, not the group's."""
+    return self._needs_batch or lane.number in group.statistics or lane.open < self.policy.admission_cap
+
+  def _has_sum(self, lane: _LaneState, group: GroupState, reward: float | None) -> bool:
+    """A gradient with this reward has, or may have, a sum to go to."""
+    if self._affine or reward is None:
+      return True
+    summed = self._summed(lane, group)
+    return reward in summed or len(summed) < self.policy.reward_sums
+
+  def _summed(self, lane: _LaneState, group: GroupState) -> set[float]:
+    return {r for g in self.groups if g.lane == lane.number for r in g.summed} if self._needs_batch else set(group.summed)
+
+  def _add_sum(self, lane: _LaneState, group: GroupState, reward: float | None) -> None:
+    """The group has sums on the lane from now on; where rewards have sums of their own, one of this reward."""
+    if lane.number not in group.statistics:
+      group.statistics.append(lane.number)
+      lane.open += 1
+      self._return_waiting(lane, group.number)
+    if not self._affine and reward is not None and reward not in group.summed:
+      group.summed.append(reward)
+
+  def _start(self, lane: _LaneState, group: GroupState, index: int, service: Service, direct: bool) -> SourceWork:
+    """Takes ready sources into a lane."""
+    indices = self._pack(group, index) if direct and lane.number == group.lane else (index,)
+    for i in indices:
+      source = group.sources[i]
+      source.status = Status.IN_LANE
+      self._add_backlog(group, -source.cost)
+      self._forget_turns(group, source)
+    group.touched = True
+    group.prompt_started |= lane.number == group.lane
+    if direct:
+      return SourceWork(group.number, indices, service, coefficients=tuple(group.coefficients[i] for i in indices))
+    reward = group.sources[index].reward
+    self._add_sum(lane, group, reward)
+    return SourceWork(group.number, indices, service, reward=reward)
+
+  def _pack(self, group: GroupState, first: int) -> tuple[int, ...]:
+    """The largest permitted pack around `first` whose padding stays within `pack_waste`."""
+    if max(self.policy.pack_rows) == 1 or group.sources[first].worked:
+      return (first,)
+    cost = group.sources[first].cost
+    ready = [(abs(s.cost - cost), s.order, i) for i, s in enumerate(group.sources)
+             if s.status is Status.READY and i != first and not s.worked]
+    ready.sort()
+    for rows in sorted(self.policy.pack_rows, reverse=True):
+      chosen = (first, *(i for _, _, i in ready[:rows - 1]))
+      costs = [group.sources[i].cost for i in chosen]
+      if len(chosen) == rows and rows * max(costs) <= self.policy.pack_waste * sum(costs):
+        return tuple(sorted(chosen))
+    return (first,)
+
+  def _next_turn(self, lane: _LaneState) -> TurnWork | None:
+    """The running trajectory with most steps waiting, among those that were begun or may be."""
+    for queue in (lane.begun, lane.fresh):
+      while queue and not self._current(queue[0], queue is lane.begun):
+        heapq.heappop(queue)
+    queues = [q for q in (lane.begun, lane.fresh) if q and (q is lane.begun or lane.kept < self.policy.kept_cap)]
+    if not queues:
+      return None
+    _, number, index = heapq.heappop(min(queues, key=lambda q: q[0]))
+    group, source = self.groups[number], self.groups[number].sources[index]
+    if self._elastic and not self._worth(source):
+      return self._next_turn(lane)  # it comes back with its next turn
+    group.prompt_started = group.touched = True
+    return TurnWork(number, index, source.steps, source.tokens)
+
+  def _worth(self, source: Source) -> bool:
+    """Running a trajectory's turns forward now leaves enough less for its completion."""
+    new = source.tokens - source.worked_tokens
+    return new > 0 and self.costs.saved(new, source.tokens) >= _WORTH * self.costs.predict('early', self.policy.piece(new))
+
+  def _current(self, entry: tuple[int, int, int], begun: bool) -> bool:
+    """A queued turn is still what there is to do for its trajectory."""
+    waiting, number, index = entry
+    source = self.groups[number].sources[index]
+    return source.status is Status.RUNNING and self._waiting(source) == waiting and bool(source.worked) == begun
+
+  def _next_prompt(self, lane: _LaneState) -> PromptForward | None:
+    while lane.prompts:
+      group = self.groups[lane.prompts[0]]
+      if self.policy.granularity == 'batch' and self._unfinal:
+        return None
+      lane.prompts.popleft()
+      if not group.prompt_started and not self.final(group.number):
+        group.prompt_started = group.touched = True
+        return PromptForward(group.number)
+    return None
+
+  def _steal(self, lane: _LaneState) -> SourceWork | None:
+    """A whole trajectory of the lane that has most work left, where that is more than computing the group's prompt again.
+
+    Only what has a sum to go to: the batch's, or where every source goes through statistics, the thief's own.  What was begun
+    early stays where it was.
+    """
+    host, hosts = self._hosts[lane.number], self._hosts
+    victims = [v for v in self._lanes if v is not lane and v.work is not None and v.backlog and hosts[v.number] == host]
+    for victim in sorted(victims, key=lambda v: (-v.backlog, v.number)):
+      best = None
+      for service in (Service.FINAL, Service.KNOWN):
+        direct = service is Service.FINAL and (self.policy.direct or not self._needs_rewards)
+        for order, number, index in victim.ready[service]:
+          group = self.groups[number]
+          source = group.sources[index]
+          if source.status is not Status.READY or self._service(group, source) is not service or self._begun(victim, number, index):
+            continue
+          if not direct and (self.policy.direct or not self._affine or not self._may_sum(lane, group)):
+            continue
+          known = lane.number in group.helpers
+          if not known and victim.backlog <= self._prompt_costs[number]:
+            continue
+          rank = (known, source.cost, order, number, index)
+          if best is None or rank > best[0]:
+            best = rank, service, direct
+      if best is not None:
+        (known, _, _, number, index), service, direct = best
+        group = self.groups[number]
+        if not known:
+          group.helpers.append(lane.number)
+        return self._start(lane, group, index, service, direct)
+    return None
+
+  def _begun(self, lane: _LaneState, number: int, index: int) -> bool:
+    """Turns of a trajectory were worked on, or are being worked on."""
+    now = isinstance(lane.work, TurnWork) and (lane.work.group, lane.work.index) == (number, index)
+    return now or self.groups[number].sources[index].worked > 0
+
+
+def deal(predicted: Sequence[float], lanes: int) -> list[int]:
+  """The lane of each group: longest predicted work first, to the lane with least so far.
+
+  Args:
+    predicted: work of each group, any unit.
+    lanes: number of lanes.
+  """
+  load, owner = [0.0] * lanes, [0] * len(predicted)
+  for number in sorted(range(len(predicted)), key=lambda n: (-predicted[n], n)):
+    owner[number] = min(range(lanes), key=lambda n: (load[n], n))
+    load[owner[number]] += predicted[number]
+  return owner
+
+
+def start(policy: Policy, group_sizes: Sequence[int], lanes: int = 1, predicted: Sequence[float] | None = None,
+          prompt_costs: Sequence[int] | None = None, hosts: Sequence[int] | None = None,
+          costs: costs_lib.Costs = costs_lib.Costs()) -> tuple[State, list[Assignment]]:
+  """Registers an update's groups; returns the first state and what lanes may do already.
+
+  Args:
+    policy: the schedule.
+    group_sizes: trajectories of each group.
+    lanes: number of lanes.
+    predicted: work of each group, any unit; by default its size.
+    prompt_costs: padded tokens of each group's prompt, what a lane pays to work on another one's group; by default 0.
+    hosts: of each lane; a lane takes work from lanes of its own host only.  By default they have one.
+    costs: what work takes, from earlier updates.
+  """
+  owner = deal(group_sizes if predicted is None else predicted, lanes)
+  groups = [GroupState(n, size, owner[n]) for n, size in enumerate(group_sizes)]
+  state = State(policy, groups, lanes, hosts or [0] * lanes, prompt_costs or [0] * len(groups), costs)
+  return state, state.assign()
 
 
 def advance(state: State, event: Event) -> tuple[State, list[Assignment]]:
-  """Takes one event.
+  """Takes one event; consumes `state`.
 
   Raises:
     SchedulerError: the event contradicts what happened before.
   """
   if state.closed:
     raise SchedulerError(f'{event} arrived after the batch was closed')
-  match event:
-    case TurnReady():
-      state = _turn(state, event)
-    case ContentReady():
-      state = _content(state, event)
-    case RewardReady():
-      state = _reward(state, event)
-    case WorkDone():
-      state = _done(state, event)
-    case _:
-      raise SchedulerError(f'unknown event {event!r}')
-  return _dispatch(_settle(state))
-
-
-def _with_source(state: State, group: int, index: int, **changes) -> State:
-  g = state.groups[group]
-  sources = (*g.sources[:index], dataclasses.replace(g.sources[index], **changes), *g.sources[index + 1:])
-  return _with_group(state, group, sources=sources)
-
-
-def _with_group(state: State, group: int, **changes) -> State:
-  groups = (*state.groups[:group], dataclasses.replace(state.groups[group], **changes), *state.groups[group + 1:])
-  return dataclasses.replace(state, groups=groups)
-
-
-def _source(state: State, event: TurnReady | ContentReady | RewardReady) -> Source:
-  try:
-    return state.groups[event.group].sources[event.index]
-  except IndexError as e:
-    raise SchedulerError(f'{event} names a trajectory that was never registered') from e
-
-
-def _turn(state: State, event: TurnReady) -> State:
-  source = _source(state, event)
-  if source.status is not Status.RUNNING:
-    raise SchedulerError(f'{event}: its content was fixed before')
-  return _with_source(state, event.group, event.index, steps=event.steps)
-
-
-def _content(state: State, event: ContentReady) -> State:
-  if _source(state, event).status is not Status.RUNNING:
-    raise SchedulerError(f'{event}: its content was fixed before')
-  status = Status.READY if event.scored else Status.SKIPPED
-  state = _with_source(state, event.group, event.index, status=status, scored=event.scored, cost=event.cost,
-                       order=state.next_order)
-  return dataclasses.replace(state, next_order=state.next_order + 1)
-
-
-def _reward(state: State, event: RewardReady) -> State:
-  source = _source(state, event)
-  if source.status is Status.RUNNING:
-    raise SchedulerError(f'{event}: rewarded before its content was fixed')
-  if source.reward is not None:
-    raise SchedulerError(f'{event}: rewarded before with {source.reward}')
-  state = _with_source(state, event.group, event.index, reward=event.reward)
-  if not (state.policy.direct or state.policy.objective.affine):
-    _check_sums(state, event.group)
-  return state
-
-
-def _check_sums(state: State, group: int) -> None:
-  """Every reward has a sum; which of them had one would depend on their order otherwise."""
-  distinct, sums = set(state.population(group)) - {None}, state.policy.reward_sums
-  if len(distinct) > sums:
-    raise types.TsJaxError(f'group {group} brings the {len(distinct)} distinct rewards {sorted(distinct)}, and there are sums for {sums}: '
-                           "raise config.objective.max_distinct_rewards (memory of the parameters' size for each), or use the float32 "
-                           'accumulator, where further ones wait for their advantage')
-
-
-def _done(state: State, event: WorkDone) -> State:
-  work, group = event.work, state.groups[event.work.group]
-  if event.lane in state.idle or group.lane != event.lane:
-    raise SchedulerError(f'lane {event.lane} reports {work}, which it was not assigned')
-  state = dataclasses.replace(state, idle=(*state.idle, event.lane))
-  match work:
-    case SourceWork():
-      for index in work.indices:
-        if group.sources[index].status is not Status.IN_LANE:
-          raise SchedulerError(f'{work}: source {index} was not in a lane')
-        status = Status.HELD if work.service is Service.CONTENT else Status.DONE
-        state = _with_source(state, work.group, index, status=status)
-    case FoldHeld():
-      state = _with_source(state, work.group, work.index, status=Status.DONE)
-    case TurnWork():
-      state = _with_source(state, work.group, work.index, worked=work.steps)
-    case CloseGroup():
-      if group.closed or not group.closing:
-        raise SchedulerError(f'group {work.group} was closed twice')
-      state = _with_group(state, work.group, closed=True, statistics=False)
-  return state
-
-
-def _settle(state: State) -> State:
-  """Skips what is known to contribute nothing; closes groups no lane has touched."""
-  for number, group in enumerate(state.groups):
-    objective = state.policy.objective
-    if group.closed or group.closing or not state.final(number):
-      continue
-    coefficients, uniform = _coefficients(state, number), objective.is_zero(state.population(number))
-    for index, source in enumerate(group.sources):
-      # In a mixed group a single zero advantage may be dropped only where its sum is not part of exact statistics.
-      zero = (uniform or (state.policy.direct and coefficients[index] == 0)) and not objective.terms.needs_counts
-      if source.status is Status.READY and zero:
-        state = _with_source(state, number, index, status=Status.SKIPPED)
-        state = dataclasses.replace(state, skipped=state.skipped + 1)
-      elif source.status is Status.HELD and uniform:
-        state = _with_source(state, number, index, status=Status.DONE)
-    group = state.groups[number]
-    if not group.touched and all(s.status is Status.SKIPPED for s in group.sources):
-      state = _with_group(state, number, closed=True)
-  return state
-
-
-def _coefficients(state: State, group: int):
-  return state.policy.objective.source_coefficients(state.groups[group].rewards, state.population(group))
-
-
-def _dispatch(state: State) -> tuple[State, list[Assignment]]:
-  assignments = []
-  for lane in sorted(state.idle):
-    work = _choose(state, lane)
-    if work is None:
-      continue
-    state = _assign(state, lane, work)
-    assignments.append(Assignment(lane, work))
-  return state, assignments
-
-
-def _assign(state: State, lane: int, work: Work) -> State:
-  state = dataclasses.replace(state, idle=tuple(i for i in state.idle if i != lane))
-  state = _with_group(state, work.group, lane=lane, touched=True)
-  match work:
-    case PromptForward() | TurnWork():
-      return _with_group(state, work.group, prompt_started=True)
-    case SourceWork():
-      for index in work.indices:
-        state = _with_source(state, work.group, index, status=Status.IN_LANE)
-      if work.coefficients is None:
-        state = _with_sum(_with_group(state, work.group, statistics=True), work.group, work.reward)
-      return _with_group(state, work.group, prompt_started=True)
-    case FoldHeld():
-      state = _with_source(state, work.group, work.index, status=Status.IN_LANE)
-      return state if work.coefficient is not None else _with_sum(state, work.group, work.reward)
-    case CloseGroup():
-      computed = sum(s.status is Status.DONE for s in state.groups[work.group].sources)
-      objective = state.policy.objective
-      wasted = computed if objective.is_zero(work.rewards) and not objective.terms.needs_counts else 0
-      return dataclasses.replace(_with_group(state, work.group, closing=True), wasted=state.wasted + wasted)
-  raise SchedulerError(f'unknown work {work!r}')
-
-
-def _with_sum(state: State, group: int, reward: float | None) -> State:
-  """The reward has a sum of its own, where rewards have."""
-  summed = state.groups[group].summed
-  if state.policy.objective.affine or reward is None or reward in summed:
-    return state
-  return _with_group(state, group, summed=(*summed, reward))
-
-
-def _has_sum(state: State, lane: int, group: int, reward: float | None) -> bool:
-  """A gradient with this reward has, or may have, a sum to go to."""
-  if state.policy.objective.affine or reward is None:
-    return True
-  mine = [g for g in state.groups if g.lane == lane] if state.policy.objective.needs_batch else [state.groups[group]]
-  summed = {r for g in mine for r in g.summed}
-  return reward in summed or len(summed) < state.policy.reward_sums
-
-
-def _next_fold(state: State, lane: int, mine: list[tuple[int, GroupState]]) -> FoldHeld | None:
-  """A held gradient whose reward is there, and a sum for it, or its advantage."""
-  for number, group in mine:
-    for index, source in enumerate(group.sources):
-      if source.status is not Status.HELD or source.reward is None:
-        continue
-      if not state.policy.objective.affine and state.policy.direct and state.final(number):
-        return FoldHeld(number, index, source.reward, float(_coefficients(state, number)[index]))
-      if _has_sum(state, lane, number, source.reward):
-        return FoldHeld(number, index, source.reward)
-  return None
-
-
-def _choose(state: State, lane: int) -> Work | None:
-  mine = [(n, g) for n, g in enumerate(state.groups) if g.lane in (lane, -1) and not g.closed and not g.closing]
-  fold = _next_fold(state, lane, mine)
-  if fold is not None:
-    return fold
-  for number, group in mine:
-    if group.touched and state.final(number) and all(s.status in (Status.DONE, Status.SKIPPED) for s in group.sources):
-      return CloseGroup(number, state.population(number))
-  if state.policy.granularity == 'batch' and not state.batch_final:
-    return None
-  best = _best_source(state, lane, mine)
-  if best is not None:
-    return best
-  if state.policy.by_turns:
-    turn = _next_turn(state, lane, mine)
-    if turn is not None:
-      return turn
-  for number, group in mine:
-    if not group.prompt_started and not state.final(number):
-      return PromptForward(number)
-  return None
-
-
-def _next_turn(state: State, lane: int, mine: list[tuple[int, GroupState]]) -> TurnWork | None:
-  """The running trajectory with most steps waiting, among those that were begun or may be."""
-  holding = sum(s.worked > 0 and s.status in (Status.RUNNING, Status.READY) for g in state.groups if g.lane == lane for s in g.sources)
-  waiting = [(s.worked - s.steps, number, index) for number, group in mine for index, s in enumerate(group.sources)
-             if s.status is Status.RUNNING and s.steps > s.worked and (s.worked or holding < state.policy.kept_cap)]
-  if not waiting:
-    return None
-  _, number, index = min(waiting)
-  return TurnWork(number, index, state.groups[number].sources[index].steps)
-
-
-def _best_source(state: State, lane: int, mine: list[tuple[int, GroupState]]) -> SourceWork | None:
-  open_groups = sum(g.statistics for g in state.groups if g.lane == lane)
-  holding = any(s.status is Status.HELD for _, g in mine for s in g.sources)
-  best, best_rank = None, None
-  objective = state.policy.objective
-  for number, group in mine:
-    final = state.final(number)
-    if state.policy.granularity == 'group' and not group.final(objective):
-      continue
-    known = final or not objective.needs_rewards  # the coefficients, whatever else comes
-    direct = known and (state.policy.direct or not objective.needs_rewards)
-    # With the batch as population the sums are the lane's, not the group's.
-    admitted = direct or group.statistics or objective.needs_batch or open_groups < state.policy.admission_cap
-    for index, source in enumerate(group.sources):
-      if source.status is not Status.READY or not admitted or not (direct or _has_sum(state, lane, number, source.reward)):
-        continue
-      service = Service.FINAL if known else Service.CONTENT if source.reward is None else Service.KNOWN
-      if service is Service.CONTENT and holding:
-        continue  # one gradient may wait for its verdict; a second would need another copy of the parameters
-      rank = (service, source.order)
-      if best_rank is None or rank < best_rank:
-        best, best_rank = (number, index, service, direct), rank
-  if best is None:
-    return None
-  number, index, service, direct = best
-  group = state.groups[number]
-  if not direct:
-    return SourceWork(number, (index,), service, reward=group.sources[index].reward)
-  indices = _pack(state.policy, group, index)
-  coefficients = _coefficients(state, number)
-  return SourceWork(number, indices, service, coefficients=tuple(float(coefficients[i]) for i in indices))
-
-
-def _pack(policy: Policy, group: GroupState, first: int) -> tuple[int, ...]:
-  """The largest permitted pack around `first` whose padding stays within `pack_waste`."""
-  ready = [i for i, s in enumerate(group.sources) if s.status is Status.READY and i != first]
-  ready.sort(key=lambda i: (abs(group.sources[i].cost - group.sources[first].cost), group.sources[i].order))
-  for rows in sorted(policy.pack_rows, reverse=True):
-    chosen = (first, *ready[:rows - 1])
-    costs = [group.sources[i].cost for i in chosen]
-    if len(chosen) == rows and rows * max(costs) <= policy.pack_waste * sum(costs):
-      return tuple(sorted(chosen))
-  return (first,)
+  state.take(event)
+  return state, state.assign() if state.idle else []
