@@ -109,7 +109,8 @@ def get_config() -> config_dict.ConfigDict:
       schedule=config_dict.create(
           name='thundersync',  # or 'sync', 'async' (one update behind), 'fully_async' (rollout goes on all the time)
           max_staleness=0,  # 'fully_async' only: most updates that a trained token may be old; 0: 2
-          granularity='trajectory',  # of 'thundersync', or 'group', 'turn' (differentiated as they arrive), 'forward' (turns run forward as they arrive)
+          granularity='trajectory',  # of 'thundersync', or 'group', 'turn' (differentiated as they arrive), 'forward' (turns run forward as
+          # they arrive), 'elastic' (float32 only: turns run forward where the learner would idle and it pays)
           accumulator='float32',  # or 'exact': bitwise independent of arrival order
           admission_cap=4,  # groups that may hold statistics at once
           pack_rows=(4, 1),  # sources of a group run together once their advantages are known (float32 only)
@@ -118,8 +119,8 @@ def get_config() -> config_dict.ConfigDict:
           cores='auto',  # 'auto': the lower half of this process's cores
           buckets=(64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
           keep='all',  # of turns run forward: 'all', or 'inputs' of layers (a sixth of the memory; layers run forward again)
-          kept_mb=2048,  # device memory for running trajectories at 'turn' and 'forward'
-          kept_host_mb=0,  # at 'forward', host memory for what is kept of further ones; those beyond both run at completion
+          kept_mb=2048,  # device memory for running trajectories at 'turn', 'forward' and 'elastic'
+          kept_host_mb=0,  # at 'forward' and 'elastic', host memory for what is kept of further ones; those beyond both run at completion
           matmul_precision='default',  # or 'highest': float32 products without TensorFloat-32 on GPUs, float64 sums in the backward pass on a CPU
           remat_tokens=2048,  # longer segments recompute their layers in the backward pass
       ),

@@ -88,9 +88,10 @@ def open_trajectories(config, student: wiring.Student, max_tokens: int) -> open_
   """What works on turns of unfinished trajectories of up to `max_tokens` completion tokens; None where nothing does."""
   settings = functions(config, student), buckets(config), max_tokens, objective(config).needs_teacher
   match policy(config).granularity:
-    case 'forward':
+    case 'forward' | scheduler.ELASTIC as granularity:
       on_device = forward_room(config, student, max_tokens)[0] if config.learner.kept_host_mb > 0 else None
-      return forward_trajectories.ForwardTrajectories(*settings, config.learner.keep, on_device)
+      return forward_trajectories.ForwardTrajectories(*settings, config.learner.keep, on_device,
+                                                       granularity == scheduler.ELASTIC)
     case 'turn':
       return turn_trajectories.TurnTrajectories(*settings)
   return None
@@ -110,10 +111,10 @@ def policy(config) -> scheduler.Policy:
   schedules.max_staleness(config)
   if settings.accumulator not in fold.KINDS:
     raise types.ConfigError(f'accumulator {settings.accumulator!r} is unknown: use one of {fold.KINDS}')
-  streaming = tuple(g for g in scheduler.GRANULARITIES if g != 'batch')
+  streaming = (*(g for g in scheduler.GRANULARITIES if g != 'batch'), scheduler.ELASTIC)
   if settings.granularity not in streaming:
     raise types.ConfigError(f'granularity {settings.granularity!r} is unknown: use one of {streaming}')
-  by_turns = settings.granularity in ('turn', 'forward')
+  by_turns = settings.granularity in ('turn', 'forward', scheduler.ELASTIC)
   whole = settings.name != 'thundersync'  # batches: as cheaply as possible, once they are complete
   if by_turns and whole:
     raise types.ConfigError(f'granularity {settings.granularity!r} streams, which schedule {settings.name!r} does not: set '
@@ -125,9 +126,13 @@ def policy(config) -> scheduler.Policy:
   if config.objective.max_distinct_rewards < 1:
     raise types.ConfigError(f'config.objective.max_distinct_rewards={config.objective.max_distinct_rewards} must be at least 1')
   direct = settings.accumulator == 'float32'
+  if settings.granularity == scheduler.ELASTIC and not direct:
+    raise types.ConfigError(f'granularity {scheduler.ELASTIC!r} decides by time what is done early, so its rounding is never that of another '
+                            "run: set schedule.accumulator=float32, or schedule.granularity=forward")
   return scheduler.Policy(
       granularity='batch' if whole else settings.granularity, direct=direct, admission_cap=settings.admission_cap,
-      pack_rows=tuple(settings.pack_rows) if direct and not by_turns else (1,), objective=objective(config),
+      pack_rows=tuple(settings.pack_rows) if direct and settings.granularity not in ('turn', 'forward') else (1,),
+      objective=objective(config), piece_lengths=forward_trajectories.piece_lengths(buckets(config)),
       reward_sums=config.objective.max_distinct_rewards)
 
 

@@ -178,10 +178,11 @@ def jobs(update: Update, granularity: str, shares: Mapping[str, Shares]) -> jobs
   Raises:
     ConfigError: the granularity is unknown, or its shares are not given.
   """
-  if granularity not in scheduler.GRANULARITIES:
-    raise types.ConfigError(f'granularity {granularity!r} is unknown: use some of {scheduler.GRANULARITIES}')
   if granularity == update.granularity:
     return recorded(update)
+  if granularity not in scheduler.GRANULARITIES:
+    raise types.ConfigError(f'granularity {granularity!r} is unknown, or not one that Equation 14 describes: use some of '
+                            f'{scheduler.GRANULARITIES}')
   if granularity in ('turn', 'forward') and granularity not in shares:
     raise types.ConfigError(f'granularity {granularity!r} needs a measured cost share: give --{granularity}_share (see '
                             'experiments.bench_granularity), or a run recorded at it')

@@ -52,7 +52,8 @@ def shares(updates: Sequence[release.Update]) -> dict[str, release.Shares]:
 def predictions(updates: Sequence[release.Update], costs: Mapping[str, release.Shares]) -> dict[str, dict[str, float]]:
   """Means over updates, by granularity."""
   own = updates[0].granularity
-  names = _GRANULARITIES.value or [g for g in scheduler.GRANULARITIES if g not in _SHARES or g in costs or g == own]
+  known = [g for g in scheduler.GRANULARITIES if g not in _SHARES or g in costs or g == own]
+  names = _GRANULARITIES.value or known + [own] * (own not in known)
   table = {}
   for name in names:
     found = [release.predict(u, name, costs) for u in updates]

@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments import rollouts
 from ts_jax import types
-from ts_jax.streaming import barrier, lane as lane_lib, mismatch, scheduler, staleness, update as update_lib
+from ts_jax.streaming import barrier, costs, lane as lane_lib, mismatch, scheduler, staleness, update as update_lib
 from ts_jax.telemetry import checkpoints as checkpoints_lib, interruption
 
 
@@ -125,6 +125,7 @@ class Trainer:
     self._limits, self._evaluate, self._save = limits, evaluate, save
     self._published = first if sampling is None else first - 1
     self._sampling, self._keeps_sampling = sampling, config.schedule.name == 'async'
+    self._costs = costs.Costs()
     self._whole = True  # False while the barrier consumes the state
 
   def __enter__(self) -> 'Trainer':
@@ -169,7 +170,8 @@ class Trainer:
     """
     result = update_lib.run_update(
         update, self.state.policy_version, self.state.params, plans, events, self._lanes, self._policy, lags=lags,
-        stall_timeout_s=self._config.rollout.stall_timeout_s, observe=self._observe_spans if ahead else self._journal)
+        costs=self._costs, stall_timeout_s=self._config.rollout.stall_timeout_s, observe=self._observe_spans if ahead else self._journal)
+    self._costs = result.costs
     warning = self._limits.check(result.mismatch, update) if self._limits else ''
     if warning:
       self._journal.warn(warning)

@@ -30,6 +30,7 @@ def make_lane(index=0, *, accumulator='float32', dtype='float32', config=TINY, b
   functions = sources.SourceFunctions(config, dtype=dtype, terms=policy.objective.terms)
   settings = functions, buckets, 20, policy.objective.needs_teacher
   trajectories = {'forward': lambda: forward_trajectories.ForwardTrajectories(*settings, keep, on_device),
+                  'elastic': lambda: forward_trajectories.ForwardTrajectories(*settings, keep, on_device, elastic=True),
                   'turn': lambda: turn_trajectories.TurnTrajectories(*settings)}.get(policy.granularity, lambda: None)()
   return lane_lib.Lane(index, functions, buckets, accumulator=accumulator, reward_centre=0.75, objective=policy.objective,
                        trajectories=trajectories, shared_prefix=shared, device=device)

@@ -29,11 +29,12 @@ def expected(name, params, batch):
 
 def policy(name, granularity, direct=True, cap=2):
   rows = (1,) if granularity in ('turn', 'forward') or not direct else (2, 1)
-  return scheduler.Policy(granularity, direct=direct, admission_cap=cap, kept_cap=cap, pack_rows=rows, objective=OBJECTIVES[name])
+  return scheduler.Policy(granularity, direct=direct, admission_cap=cap, kept_cap=cap, pack_rows=rows, objective=OBJECTIVES[name],
+                          piece_lengths=cases.BUCKETS.lengths)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 10**6), name=st.sampled_from(sorted(OBJECTIVES)), granularity=st.sampled_from(scheduler.GRANULARITIES),
+@given(seed=st.integers(0, 10**6), name=st.sampled_from(sorted(OBJECTIVES)), granularity=st.sampled_from((*scheduler.GRANULARITIES, scheduler.ELASTIC)),
        cap=st.integers(1, 3), lanes=st.integers(1, 2), shared=st.sampled_from([0, 7]))
 def test_any_granularity_objective_order_and_split_gives_the_full_sequence_gradient(params64, seed, name, granularity, cap, lanes, shared):
   batch = offline.random_batch(np.random.default_rng(seed), teacher=name == 'opd', shared=shared)

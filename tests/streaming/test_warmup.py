@@ -36,19 +36,20 @@ GRPO, OPD, ENTROPY = policy_gradient.PolicyGradient(), distillation.Distillation
 
 
 @pytest.mark.parametrize('granularity, objective, on_device', [
-    *((g, o, None) for o in (GRPO, OPD) for g in ('turn', 'forward')), ('forward', ENTROPY, 1)])
+    *((g, o, None) for o in (GRPO, OPD) for g in ('turn', 'forward', 'elastic')), ('forward', ENTROPY, 1)])
 def test_no_compilation_after_warm_up_when_turns_are_worked_on(granularity, objective, on_device):
   buckets, params, teacher = buckets_lib.Buckets((24,)), cases.tiny_params('float32'), objective.needs_teacher
-  policy = scheduler.Policy(granularity, admission_cap=2, kept_cap=3, objective=objective)
+  policy = scheduler.Policy(granularity, admission_cap=2, kept_cap=3, objective=objective, piece_lengths=(24,),
+                            pack_rows=(2, 1) if granularity == 'elastic' else (1,))
   batch = offline.random_batch(np.random.default_rng(0), groups=2, teacher=teacher, shared=9)
   shared = lane_lib.shared_prefix([g.prompt_ids for g in batch.groups], at_least=1)
   learner = cases.make_lane(policy=policy, buckets=buckets, shared=shared, on_device=on_device)
   warmup.warm_up(sources.SourceFunctions(cases.TINY, terms=objective.terms), params, buckets,
                  prompt_tokens=[len(g.prompt_ids) for g in batch.groups], max_tokens=20,
-                 rows=(1,), accumulator='float32', shared_tokens=len(shared), objective=objective,
+                 rows=policy.pack_rows, accumulator='float32', shared_tokens=len(shared), objective=objective,
                  trajectories=learner._trajectories)
   jitted = (staged.begin, staged.turn_forward, staged.turn_forward_apart, staged.source_gradient, staged.head_gradient, staged.complete,
-            sources._turn_gradient, sources._segment_forward, sources._segment_gradient)
+            sources._turn_gradient, sources._source_gradient, sources._segment_forward, sources._segment_gradient)
   before = [f._cache_size() for f in jitted]
   for order in range(3):
     offline.batch_direction(batch, params, [learner], policy, 'float32', order)

@@ -1,4 +1,4 @@
-"""Granularity `forward`: turns run forward on arrival, layers run backward once, at completion.
+"""Granularities `forward` and `elastic`: turns run forward before completion, layers run backward once, at completion.
 
 With a teacher the output head of a turn runs, forward and backward, as soon as the turn's scores are there.  Without one the
 weights wait for the trajectory's length, and so does the head.
@@ -18,6 +18,11 @@ from ts_jax.streaming import open_trajectories, sources as sources_lib, staged
 
 # Turns longer than this run forward in pieces, so that a trajectory needs no more spare room than one piece.
 _PIECE_TOKENS = 128
+
+
+def piece_lengths(buckets) -> tuple[int, ...]:
+  """Padded lengths of what runs forward together."""
+  return buckets.up_to(_piece(buckets))
 
 
 def room(buckets, max_tokens: int) -> int:
@@ -46,11 +51,22 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
 
   span_kind = 'forward'
 
-  def __init__(self, functions, buckets, max_tokens, teacher=False, keep='all', on_device=None):
-    """As the base class; `keep`: see `models.staged`; `on_device`: trajectories that keep values on the device, None for all."""
+  def __init__(self, functions, buckets, max_tokens, teacher=False, keep='all', on_device=None, elastic=False):
+    """As the base class.
+
+    Args:
+      functions, buckets, max_tokens, teacher: as there.
+      keep: see `models.staged`.
+      on_device: trajectories that keep values on the device, None for all.
+      elastic: turns that are there run forward together, which pads them less; trajectories of which none did are left to one pass.
+    """
     super().__init__(functions, buckets, max_tokens, teacher)
-    self._keep, self._piece, self._on_device = keep, _piece(buckets), on_device
+    self._keep, self._piece, self._on_device, self._elastic = keep, _piece(buckets), on_device, elastic
     self._room = room(buckets, max_tokens)
+    self.leaves_some_whole = elastic
+
+  def whole(self, at):
+    return self._elastic and at not in self._open
 
   def _steps(self, at):
     known = self._running[at]
@@ -82,11 +98,12 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
     return len(inputs) - first
 
   def _pieces(self, known: open_trajectories.Turns, first: int) -> Iterator[tuple[int, int]]:
-    """Inputs that run forward together, from `first` on: never of two turns, so that shapes, and with them bits, do not depend on
-    how many turns had arrived."""
+    """Inputs that run forward together, from `first` on: unless elastic never of two turns, so that shapes, and with them bits, do
+    not depend on how many turns had arrived."""
+    lengths = [len(t.context_ids) + len(t.sampled.token_ids) for t in known.turns]
     end = 0
-    for turn in known.turns:
-      begin, end = end, end + len(turn.context_ids) + len(turn.sampled.token_ids)
+    for length in [sum(lengths)] if self._elastic else lengths:
+      begin, end = end, end + length
       for start in range(max(begin, first), end, self._piece):
         yield start, min(start + self._piece, end)
 

@@ -53,7 +53,7 @@ class Lane:
       accumulator: 'float32' or 'exact'.
       reward_centre: c, subtracted from rewards before they weight a gradient; the middle of the reward range.
       objective: from rewards and lengths to weights.
-      trajectories: at granularities `turn` and `forward`, what works on turns as they arrive.
+      trajectories: at granularities by turns, what works on them as they arrive.
       shared_prefix: ids that prompts of an update begin with, processed once for all of them; a prompt that does not begin with
         it stands alone.  See `shared_prefix`.
       device: where to compute; None: where the parameters are.
@@ -95,6 +95,10 @@ class Lane:
     """Hands over one more turn of a running trajectory; returns the steps that can be worked on."""
     self._trajectories.fix((group, index), turn)
     return self._trajectories.steps((group, index))
+
+  def early_tokens(self, group: int, index: int) -> int:
+    """Tokens of the steps that can be worked on."""
+    return self._trajectories.tokens((group, index))
 
   def score_turn(self, group: int, index: int, turn: int, log_probs: Sequence[float], scorer: str) -> int:
     """Hands over a scorer's scores of a turn; returns the steps that can be worked on."""
@@ -225,7 +229,7 @@ class Lane:
                 members=work.indices, work=work.service.name.lower()):
       if any((work.group, i) in self._trees for i in work.indices):
         results = [self._with_branches(work, w, u) for w, u in passes]
-      elif self._trajectories is None:
+      elif self._trajectories is None or all(self._trajectories.whole((work.group, i)) for i in work.indices):
         batches = [sources_lib.pack(before, data, w, self._buckets, self._objective.needs_teacher, terms, u) for w, u in passes]
         results = [self._functions.source_gradient(self._params, boundary, batch) for batch in batches]
       else:

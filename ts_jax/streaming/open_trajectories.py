@@ -83,9 +83,11 @@ class OpenTrajectories(abc.ABC):
   Attributes:
     span_kind: what early work is in traces.
     max_tokens: longest completion there is room for.
+    leaves_some_whole: `whole` may be true.
   """
 
   span_kind: str
+  leaves_some_whole = False
 
   def __init__(self, functions: sources_lib.SourceFunctions, buckets: Buckets, max_tokens: int, teacher: bool = False):
     """Begins without any.
@@ -132,6 +134,17 @@ class OpenTrajectories(abc.ABC):
   def complete(self, at: At, turns: Sequence[types.Turn]) -> None:
     """Takes the trajectory as it ended."""
     self._running[at] = Turns(list(turns), {(t.index, scorer): s for t in turns for scorer, s in t.scores.items()})
+
+  def whole(self, at: At) -> bool:
+    """A completed trajectory is to be differentiated in one pass, as if no turn of it had been known before."""
+    del at
+    return False
+
+  def tokens(self, at: At) -> int:
+    """Tokens that `steps` are about; those that a scorer's scores make a second step of count half each time."""
+    known, scored = self._running[at].turns, self._running[at].scored(self._scorers) if self._teacher else None
+    count = lambda turns: sum(len(t.context_ids) + len(t.sampled.token_ids) for t in turns)
+    return count(known) if scored is None else (count(known) + count(known[:scored])) // 2
 
   def steps(self, at: At) -> int:
     """How much could run early by now: grows with every turn or score that makes work possible; 0 once history was rewritten."""

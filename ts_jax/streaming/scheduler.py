@@ -52,9 +52,10 @@ class Service(enum.IntEnum):
 _SERVICES = tuple(Service)
 
 # How early work is released: when every reward of the batch is known (Sync), of the group, or when a trajectory's content is
-# fixed; `turn` and `forward` begin with turns of running trajectories; `elastic` runs turns forward where the lane would idle and
-# that shortens what is left, and everything else as `trajectory` does.
-GRANULARITIES = ('batch', 'group', 'trajectory', 'turn', 'forward', 'elastic')
+# fixed; `turn` and `forward` begin with turns of running trajectories.
+GRANULARITIES = ('batch', 'group', 'trajectory', 'turn', 'forward')
+# Where the lane would idle and it shortens what is left by enough, turns run forward; everything else is as with `trajectory`.
+ELASTIC = 'elastic'
 _WORTH = 0.65  # least saving at completion, over what early work takes, at which `elastic` does it
 
 
@@ -63,7 +64,7 @@ class Policy:
   """A schedule, as the scheduler sees it.
 
   Attributes:
-    granularity: when sources are released, see `GRANULARITIES`.
+    granularity: when sources are released, one of `GRANULARITIES`, or `ELASTIC`.
     direct: apply the advantage of `final` sources at once, without group statistics.  Off for the exact accumulator,
       where every source must take the same arithmetic path whatever its arrival.
     admission_cap: groups per lane that may hold statistics at once.
@@ -87,8 +88,8 @@ class Policy:
   piece_lengths: tuple[int, ...] = (64, 128, 256)
 
   def __post_init__(self):
-    if self.granularity not in GRANULARITIES:
-      raise ValueError(f'granularity {self.granularity!r} is unknown: use one of {GRANULARITIES}')
+    if self.granularity not in (*GRANULARITIES, ELASTIC):
+      raise ValueError(f'granularity {self.granularity!r} is unknown: use one of {(*GRANULARITIES, ELASTIC)}')
     if self.admission_cap < 1:
       raise ValueError(f'admission cap {self.admission_cap} must be at least 1')
     if self.reward_sums < 1:
@@ -97,15 +98,15 @@ class Policy:
       raise ValueError(f'pack_rows {self.pack_rows} needs direct=True: packed rows share one sum')
     if self.granularity in ('turn', 'forward') and max(self.pack_rows) > 1:
       raise ValueError(f'granularity {self.granularity!r} needs pack_rows (1,), not {self.pack_rows}')
-    if self.granularity == 'elastic' and not self.direct:
-      raise ValueError("granularity 'elastic' needs direct=True: what it does early, and so the rounding, depends on time")
+    if self.granularity == ELASTIC and not self.direct:
+      raise ValueError(f'granularity {ELASTIC!r} needs direct=True: what it does early, and with that the rounding, depends on time')
     if 1 not in self.pack_rows:
       raise ValueError(f'pack_rows {self.pack_rows} must contain 1')
 
   @property
   def by_turns(self) -> bool:
     """Turns of running trajectories are worked on."""
-    return self.granularity in ('turn', 'forward', 'elastic')
+    return self.granularity in ('turn', 'forward', ELASTIC)
 
   def piece(self, tokens: int) -> int:
     """Padded tokens of turns with `tokens` that `elastic` runs forward together."""
@@ -317,7 +318,7 @@ class State:
                costs: costs_lib.Costs):
     """See `start`."""
     self.policy, self.groups, self.costs = policy, groups, costs
-    self._elastic = policy.granularity == 'elastic'
+    self._elastic = policy.granularity == ELASTIC
     self.idle = list(range(lanes))
     self.skipped = self.wasted = 0
     self._objective = policy.objective

@@ -183,7 +183,7 @@ class _Simulation:
     done = self._worked.get(at, 0)
     self._worked[at] = steps
     turns = [n for _, n in self._of[at].turns[done:steps]]
-    return self._policy.piece(sum(turns)) if self._policy.granularity == 'elastic' else sum(map(self._service.pad, turns))
+    return self._policy.piece(sum(turns)) if self._policy.granularity == scheduler.ELASTIC else sum(map(self._service.pad, turns))
 
   def _source(self, work: scheduler.SourceWork) -> float:
     service, members = self._service, [(work.group, i) for i in work.indices]

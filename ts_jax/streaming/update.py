@@ -11,6 +11,7 @@ from typing import Callable, Iterable, Protocol, Sequence
 
 from ts_jax import types
 from ts_jax.kernels import fold
+from ts_jax.streaming import costs as costs_lib
 from ts_jax.streaming import lane as lane_lib
 from ts_jax.streaming import mismatch as mismatch_lib
 from ts_jax.streaming import release_trace
@@ -35,6 +36,7 @@ class UpdateResult:
     normaliser: factor of the summed direction, known once every length is.
     spans: learner spans with readiness.
     mismatch: learner against sampler log-probs, of the sources that were computed.
+    costs: what work takes, as far as it was measured.
     staleness: lags of the batch's tokens.
     skipped, wasted: sources never computed, and computed in vain, because their group was uniform.
     rollout_end_s: when the last reward arrived; learner_end_s: when the last group closed (run's clock).
@@ -45,6 +47,7 @@ class UpdateResult:
   normaliser: float
   spans: tuple[types.Span, ...]
   mismatch: mismatch_lib.Mismatch
+  costs: costs_lib.Costs
   staleness: staleness_lib.Staleness
   skipped: int
   wasted: int
@@ -68,7 +71,7 @@ class _Batch:
 
 def run_update(update: int, policy_version: int, params, plans: Sequence[types.GroupPlan], events: EventStream,
                lanes: Sequence[lane_lib.Lane], policy: scheduler.Policy, *, lags: staleness_lib.Lags = staleness_lib.Lags(),
-               stall_timeout_s: float = 600.0,
+               costs: costs_lib.Costs = costs_lib.Costs(), stall_timeout_s: float = 600.0,
                observe: Callable[[types.RolloutEvent | types.Span], None] = lambda _: None) -> UpdateResult:
   """Runs the learner's side of one update until every group is closed.
 
@@ -81,6 +84,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
     lanes: the learner lanes, by index; they run in turn.
     policy: the schedule.
     lags: how far behind `policy_version` the version of a token may, and must, be.
+    costs: what work takes, from earlier updates.
     stall_timeout_s: longest wait without any event before the update is given up.
     observe: called with every event and every learner span, for progress and traces.
 
@@ -92,7 +96,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
     lane.begin(update, params, plans)
   record = _Batch(update, policy_version, plans, lags)
   trace = release_trace.ReleaseTrace(update, policy_version, plans, policy.objective, time.time())
-  state, assignments = scheduler.start(policy, [p.size for p in plans], len(lanes))
+  state, assignments = scheduler.start(policy, [p.size for p in plans], len(lanes), costs=costs)
   spans: list[types.Span] = []
   learner_end_s = time.time()
 
@@ -115,11 +119,12 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
   while not state.closed or len(record.trajectories) < sum(p.size for p in plans):
     if assignments:
       assignment = assignments.pop()
-      keep(lanes[assignment.lane].run(assignment.work))
+      done = lanes[assignment.lane].run(assignment.work)
+      keep(done)
       # Everything that happened while the lane worked is known before it chooses again.
       for event in _drain(events):
         assignments += take(event)
-      state, more = scheduler.advance(state, scheduler.WorkDone(assignment.lane, assignment.work))
+      state, more = scheduler.advance(state, scheduler.WorkDone(assignment.lane, assignment.work, _own_seconds(done)))
       assignments += more
       learner_end_s = time.time()
     else:
@@ -140,7 +145,12 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
   mismatch = functools.reduce(operator.add, (lane.mismatch for lane in lanes))
   staleness = staleness_lib.Staleness.of(batch.trajectories, policy_version)
   return UpdateResult(batch, tuple(lane.finish() for lane in lanes), policy.objective.normaliser(tokens), tuple(spans), mismatch,
-                      staleness, state.skipped, state.wasted, rollout_end_s, learner_end_s)
+                      state.costs, staleness, state.skipped, state.wasted, rollout_end_s, learner_end_s)
+
+
+def _own_seconds(spans: Iterable[types.Span]) -> float:
+  """Of turns and sources themselves, see `scheduler.WorkDone`."""
+  return sum(s.end_s - s.start_s for s in spans if s.kind not in ('prompt', 'fold', 'reduce'))
 
 
 def _drain(events: EventStream) -> Iterable[types.RolloutEvent | types.Span]:
@@ -159,10 +169,10 @@ def _translate(event: types.RolloutEvent | types.Span, update: int, lanes: Seque
       raise types.TsJaxError(f'update {event.update}: {event.message}')
     case types.TurnFixed() if policy.by_turns:
       steps = [lane.fix_turn(event.group, event.index, event.turn) for lane in lanes]
-      return [scheduler.TurnReady(event.group, event.index, steps[0])]
+      return [scheduler.TurnReady(event.group, event.index, steps[0], lanes[0].early_tokens(event.group, event.index))]
     case types.TurnScored() if policy.by_turns:
       steps = [lane.score_turn(event.group, event.index, event.turn, event.log_probs, event.scorer) for lane in lanes]
-      return [scheduler.TurnReady(event.group, event.index, steps[0])]
+      return [scheduler.TurnReady(event.group, event.index, steps[0], lanes[0].early_tokens(event.group, event.index))]
     case types.Span() | types.TurnFixed() | types.TurnScored():
       return []
   trajectory = event.trajectory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Callable, Iterable
 
 import jax
@@ -43,7 +44,7 @@ def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *,
     accumulator: 'float32' or 'exact'.
     shared_tokens: length of the shared prefix; 0 without one.
     objective: the lane's; its terms are the functions'.
-    trajectories: the lane's, at granularities `turn` and `forward`.
+    trajectories: the lane's, at granularities by turns.
     advance: told the number of shapes finished.
   """
   root = functions.root()
@@ -54,12 +55,11 @@ def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *,
     boundaries[total] = _segment(functions, params, buckets, root, own, total, accumulator)
   for boundary in boundaries.values():
     advance(1)
-    if trajectories is None:
+    results = ()
+    if trajectories is None or trajectories.leaves_some_whole:
       results = (functions.source_gradient(params, boundary, sources_lib.empty(*shape, objective.needs_teacher, functions.terms))
                  for shape in shapes(buckets, max_tokens, rows))
-    else:
-      results = trajectories.warm_up(params, boundary)
-    for result in results:
+    for result in itertools.chain(results, () if trajectories is None else trajectories.warm_up(params, boundary)):
       jax.block_until_ready(result)
       advance(1)
     total = fold.fold(accumulator, fold.zeros(accumulator, result.gradient), result.gradient)
