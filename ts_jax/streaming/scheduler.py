@@ -56,7 +56,7 @@ _SERVICES = tuple(Service)
 GRANULARITIES = ('batch', 'group', 'trajectory', 'turn', 'forward')
 # Where the lane would idle and it shortens what is left by enough, turns run forward; everything else is as with `trajectory`.
 ELASTIC = 'elastic'
-_WORTH = 0.65  # least saving at completion, over what early work takes, at which `elastic` does it
+_WORTH = 0.45  # least saving at completion, over what early work takes, at which `elastic` does it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,8 +293,8 @@ class _LaneState:
     self.closable: deque[GroupState] = deque()
     self.ready: tuple[list[tuple[int, int, int]], ...] = ([], [], [])  # by service: heaps of (order, group, index)
     self.waiting: dict[int, list[tuple[int, int, int]]] = {}  # by group without sums: (service, order, index)
-    self.begun: list[tuple[int, int, int]] = []  # heaps of (worked - steps, group, index)
-    self.fresh: list[tuple[int, int, int]] = []
+    self.begun: list[tuple[float, int, int]] = []  # heaps of (rank, group, index)
+    self.fresh: list[tuple[float, int, int]] = []
     self.prompts = deque(groups)
     self.open = 0  # groups with sums here
     self.held = 0  # gradients that wait for their verdict
@@ -609,9 +609,16 @@ class State:
     if self.policy.by_turns and source.status is Status.RUNNING and source.steps > source.worked:
       heapq.heappush(lane.begun if source.worked else lane.fresh, (self._waiting(source), group.number, index))
 
-  def _waiting(self, source: Source) -> int:
-    """Rank of a running trajectory: the one with most to do first."""
-    return source.worked_tokens - source.tokens if self._elastic else source.worked - source.steps
+  def _waiting(self, source: Source) -> float:
+    """Rank of a running trajectory: the one with most to do first; for `elastic`, with least padding."""
+    if not self._elastic:
+      return source.worked - source.steps
+    new = source.tokens - source.worked_tokens
+    return -new / self._padded(source) if new > 0 else 0.0
+
+  def _padded(self, source: Source) -> int:
+    """Padded tokens of running a trajectory's turns forward now; one that is begun runs its last ones apart, padded once more."""
+    return self.policy.piece(source.tokens - source.worked_tokens) + (0 if source.worked else self.policy.piece_lengths[0])
 
   def _forget_turns(self, group: GroupState, source: Source) -> None:
     """A source leaves the lane's memory of early work."""
@@ -768,9 +775,9 @@ class State:
   def _worth(self, source: Source) -> bool:
     """Running a trajectory's turns forward now leaves enough less for its completion."""
     new = source.tokens - source.worked_tokens
-    return new > 0 and self.costs.saved(new, source.tokens) >= _WORTH * self.costs.predict('early', self.policy.piece(new))
+    return new > 0 and self.costs.saved(new, source.tokens) >= _WORTH * self.costs.predict('early', self._padded(source))
 
-  def _current(self, entry: tuple[int, int, int], begun: bool) -> bool:
+  def _current(self, entry: tuple[float, int, int], begun: bool) -> bool:
     """A queued turn is still what there is to do for its trajectory."""
     waiting, number, index = entry
     source = self.groups[number].sources[index]
