@@ -1,4 +1,4 @@
-"""Cells of a sweep: the settings that its axes combine to, each checked before anything runs."""
+"""Cells of a sweep: the settings that its axes combine to, each checked before anything runs, and the figures of their output."""
 
 from __future__ import annotations
 
@@ -161,6 +161,17 @@ def flat(values: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
   for key, value in values.items():
     found.update(flat(value, f'{prefix}{key}.') if isinstance(value, Mapping) else {f'{prefix}{key}': value})
   return found
+
+
+def last_object(text: str) -> dict[str, Any] | None:
+  """The last line that is a JSON object, or None."""
+  for line in reversed(text.splitlines()):
+    if line.startswith('{'):
+      try:
+        return json.loads(line)
+      except ValueError:
+        pass
+  return None
 
 
 def _check_keys(overrides: Mapping[str, str], known: Mapping[str, Any], config: str) -> None:

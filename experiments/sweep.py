@@ -76,7 +76,7 @@ def run(cell: cells_lib.Cell, folder: pathlib.Path) -> dict[str, Any]:
     finally:
       _end(child)
   text = log.read_text('utf-8', 'replace')
-  figures = last_object(text) if child.returncode == 0 and not timed_out else None
+  figures = cells_lib.last_object(text) if child.returncode == 0 and not timed_out else None
   result = {'state': 'done' if child.returncode == 0 and not timed_out else 'failed', 'seconds': round(time.time() - begin, 2),
             'returncode': child.returncode, 'settings': dict(cell.varied), 'command': command, 'figures': figures or {}}
   if result['state'] == 'failed':
@@ -101,17 +101,6 @@ def _end(child: subprocess.Popen) -> None:
   except ProcessLookupError:
     pass
   child.wait()
-
-
-def last_object(text: str) -> dict[str, Any] | None:
-  """The last line that is a JSON object, or None."""
-  for line in reversed(text.splitlines()):
-    if line.startswith('{'):
-      try:
-        return json.loads(line)
-      except ValueError:
-        pass
-  return None
 
 
 def folder_of(cell: cells_lib.Cell, parent: pathlib.Path) -> pathlib.Path:

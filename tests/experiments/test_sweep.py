@@ -12,7 +12,7 @@ import time
 from hypothesis import given, settings, strategies as st
 import pytest
 
-from experiments import cells, sweep
+from experiments import cells
 from ts_jax import types
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -179,5 +179,5 @@ def test_the_real_configs_are_checked():
 
 
 def test_the_last_json_object_counts():
-  assert sweep.last_object('{"a": 1}\n{"b": 2}\n{broken\nend') == {'b': 2}
-  assert sweep.last_object('nothing\n[1]') is None
+  assert cells.last_object('{"a": 1}\n{"b": 2}\n{broken\nend') == {'b': 2}
+  assert cells.last_object('nothing\n[1]') is None
