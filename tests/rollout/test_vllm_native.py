@@ -31,7 +31,7 @@ def test_versions_arrive_through_vllms_own_routes(student, prompt, tmp_path):
   transfer = native.NativeTransfer(exchange, 'float32', python, 'vllm_file_backend:Trainer',
                                    {**os.environ, 'PYTHONPATH': str(plugin)}, timeout_s=300.0)
   publisher = publication.Publisher([engine], exchange, probe=publication.learner_probe(config, prompt), transfer=transfer,
-                                    restart_timeout_s=5.0)
+                                    restart_timeout_s=20.0)
   assert "vLLM's own weight transfer" in publisher.description and 'probe' in publisher.description
   with engine:
     reference = tmp_path / 'reference.safetensors'
