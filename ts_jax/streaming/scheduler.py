@@ -244,7 +244,14 @@ class CloseGroup:
   rewards: tuple[float, ...]
 
 
-Work = PromptForward | TurnWork | SourceWork | FoldHeld | CloseGroup
+@dataclasses.dataclass(frozen=True)
+class HandOver:
+  """Give what was summed of a group's sources to the lane that owns the group."""
+
+  group: int
+
+
+Work = PromptForward | TurnWork | SourceWork | FoldHeld | CloseGroup | HandOver
 
 
 @dataclasses.dataclass(frozen=True)
