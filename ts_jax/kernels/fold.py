@@ -69,7 +69,7 @@ def _contribution(kind: str, scale: Array, tree: Tree) -> tuple[Tree, Array]:
   return jax.tree.map(lambda x: _enter(kind, _scaled(kind, scale, x)), tree), bound
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, keep_unused=True)  # what is dropped does not decide where the result is
 def _zeros(kind, like):
   dtype = jnp.int64 if kind == 'exact' else None
   return Sum(jax.tree.map(lambda x: jnp.zeros(x.shape, dtype or x.dtype), like), jnp.float32(0))
@@ -135,7 +135,7 @@ def _scalar(kind: str, x: float, like: Tree) -> Array:
 
 
 def zeros(kind: str, like: Tree) -> Sum:
-  """An empty sum shaped like the float pytree `like`."""
+  """An empty sum shaped like the float pytree `like`, and where it is."""
   with precision(kind):
     return _zeros(kind, like)
 

@@ -10,7 +10,6 @@ import dataclasses
 from typing import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ts_jax.models import llama, staged as staged_model
@@ -96,7 +95,8 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
     state = self._open.pop(at)
     tokens = sources_lib.padded(state.inputs, self._buckets)
     if state.host is not None:
-      state.kept = state.kept.replace(values={n: jnp.asarray(x[:, :, :tokens.shape[1]]) for n, x in state.host.items()})
+      fetch = lambda x: jax.device_put(x[:, :, :tokens.shape[1]], state.kept.hidden.sharding)
+      state.kept = state.kept.replace(values={n: fetch(x) for n, x in state.host.items()})
     if self._teacher:
       result = staged.complete(self._functions, params, state.kept, tokens, prompt, *state.head)
       return [sources_lib.SourceResult(*result, np.concatenate(state.log_probs)[None])]

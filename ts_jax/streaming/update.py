@@ -105,7 +105,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
   trace = release_trace.ReleaseTrace(update, policy_version, plans, policy.objective, time.time())
   state, assignments = scheduler.start(policy, [p.size for p in plans], len(lanes))
   spans: list[types.Span] = []
-  handed_over: dict[int, dict[int, lane_lib.Parts]] = {}  # by group and lane
+  handed_over: dict[int, list[tuple[int, lane_lib.Parts]]] = {}  # by group, with the lane
   learner_end_s = time.time()
 
   def take(event: types.RolloutEvent | types.Span) -> list[scheduler.Assignment]:
@@ -126,9 +126,10 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
 
   with executor.Executor(update, lanes, events.put) as running:
     while not state.closed or len(record.trajectories) < sum(p.size for p in plans):
-      for lane, work in ((a.lane, a.work) for a in assignments):
-        parts = handed_over.pop(work.group, {}) if isinstance(work, scheduler.CloseGroup) else {}
-        running.submit(scheduler.Assignment(lane, work), [parts[i] for i in sorted(parts)])
+      for assignment in assignments:
+        work = assignment.work
+        parts = handed_over.pop(work.group, ()) if isinstance(work, scheduler.CloseGroup) else ()
+        running.submit(assignment, [part for _, part in sorted(parts, key=operator.itemgetter(0))])
       try:
         event = events.get(timeout=stall_timeout_s)
       except queue.Empty:
@@ -144,7 +145,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
         result = running.take(event)
         keep(result.spans)
         if result.parts is not None:
-          handed_over.setdefault(event.assignment.work.group, {})[event.assignment.lane] = result.parts
+          handed_over.setdefault(event.assignment.work.group, []).append((event.assignment.lane, result.parts))
         state, assignments = scheduler.advance(state, scheduler.WorkDone(event.assignment.lane, event.assignment.work))
         learner_end_s = time.time()
       else:
