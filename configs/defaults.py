@@ -112,7 +112,8 @@ def get_config() -> config_dict.ConfigDict:
           granularity='trajectory',  # of 'thundersync', or 'group', 'turn' (differentiated as they arrive), 'forward' (turns run forward as
           # they arrive), 'elastic' (float32 only: turns run forward where the learner would idle and it pays)
           accumulator='float32',  # or 'exact': bitwise independent of arrival order
-          admission_cap=4,  # groups that may hold statistics at once
+          lanes=1,  # of the learner (in each of its processes), each with the parameters on a device of its own
+          admission_cap=4,  # groups per lane that may hold statistics at once
           pack_rows=(4, 1),  # sources of a group run together once their advantages are known (float32 only)
       ),
       learner=config_dict.create(

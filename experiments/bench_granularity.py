@@ -37,7 +37,7 @@ def main() -> None:
   import jax.numpy as jnp
   from experiments import synthetic, wiring
   from ts_jax.models import source, staged as staged_model, weights
-  from ts_jax.streaming import forward_trajectories, host_memory, sources, turn_trajectories
+  from ts_jax.streaming import forward_trajectories, host_memory, open_trajectories, sources, turn_trajectories
   from ts_jax.streaming.buckets import Buckets
 
   host_memory.keep_freed_memory()
@@ -67,16 +67,16 @@ def main() -> None:
     return {'total': timed(lambda: functions.source_gradient(params, prompt, batch))[1]}
 
   def by_turns(trajectories, distil: bool) -> dict[str, float]:
-    spent = []
+    spent, known = [], open_trajectories.Turns()
     for turn in made:
       begin = clock()
-      trajectories.fix(at, turn)
+      known = known.fix(turn)
       if distil:
-        trajectories.score(at, turn.index, turn.teacher_log_probs)
-      trajectories.advance(params, before, prompt, at)
+        known = known.score(turn.index, turn.teacher_log_probs)
+      trajectories.advance(params, before, prompt, at, known)
       spent.append(clock() - begin)
-    trajectories.complete(at, made)
-    end = timed(lambda: trajectories.gradients(params, before, prompt, at, [(1.0 if distil else 1 / whole.scored, 0.0)]))[1]
+    known = open_trajectories.Turns.of(made)
+    end = timed(lambda: trajectories.gradients(params, before, prompt, at, known, [(1.0 if distil else 1 / whole.scored, 0.0)]))[1]
     return {'total': sum(spent) + end, 'left': spent[-1] + end}
 
   def forward(distil: bool) -> dict[str, float]:

@@ -73,7 +73,7 @@ def compare(config, student: wiring.Student, batches: Sequence[types.LogicalBatc
     seen.equal = sum(bits(replay, order) == expected for order in range(orders))
     for number in lanes:
       if number > 1:
-        split = replayed_updates.Replay(exact, student, batches, number)
+        split = replayed_updates.Replay(replayed_updates.under(config, granularity, 'exact', lanes=number), student, batches)
         seen.lanes[number] = sum(bits(split, order) == expected for order in range(lane_orders))
     found[granularity] = seen
   return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent import futures
 import dataclasses
 import math
+import threading
 from typing import Iterable, Sequence
 
 import jax
@@ -17,8 +19,9 @@ from ts_jax.objectives import distillation, policy_gradient
 from ts_jax.objectives.objective import Objective
 from ts_jax.objectives.terms import Terms
 from ts_jax.streaming import barrier, forward_trajectories, lane as lane_lib, mismatch, open_trajectories as open_trajectories_lib, scheduler
-from ts_jax.streaming import sources, turn_trajectories, warmup
+from ts_jax.streaming import layout as layout_lib, sources, turn_trajectories, warmup
 from ts_jax.streaming.buckets import Buckets
+from ts_jax.streaming.layout import Layout
 from ts_jax.telemetry import progress as progress_lib
 
 
@@ -103,6 +106,48 @@ def lane(config, student: wiring.Student, trajectories: open_trajectories_lib.Op
   return lane_lib.Lane(index, functions(config, student), buckets(config),
                        accumulator=config.schedule.accumulator, reward_centre=config.objective.reward_centre,
                        objective=objective(config), trajectories=trajectories, shared_prefix=shared, device=device)
+
+
+def devices(config) -> tuple[jax.Device | None, ...]:
+  """Where the lanes of this process compute; (None,) for one lane alone, which computes where its parameters are.
+
+  Raises:
+    ConfigError: there are fewer devices than lanes.
+  """
+  number, found = config.schedule.lanes, jax.local_devices()
+  if number < 1:
+    raise types.ConfigError(f'config.schedule.lanes={number} must be at least 1')
+  if number > len(found):
+    raise types.ConfigError(f'config.schedule.lanes={number} needs as many devices, JAX has {len(found)} of platform {found[0].platform!r} here: '
+                            f'lower it, or on a CPU set JAX_NUM_CPU_DEVICES={number} in the environment, for virtual devices')
+  return (None,) if number == 1 else tuple(found[:number])
+
+
+def layout(config) -> Layout:
+  """Where the learner's state is.
+
+  Raises:
+    ConfigError: as `devices`.
+  """
+  found = devices(config)
+  return Layout() if found == (None,) else Layout(found)
+
+
+def lanes(config, student: wiring.Student, policy: scheduler.Policy, max_tokens: int, shared: Sequence[int] = ()) -> list[lane_lib.Lane]:
+  """The learner lanes of this process.
+
+  Args:
+    config: the run's.
+    student: the model.
+    policy: the schedule that they will run under.
+    max_tokens: longest completion.
+    shared: what all prompts begin with.
+
+  Raises:
+    ConfigError: as `devices`.
+  """
+  return [lane(config, student, open_trajectories(config, student, max_tokens) if policy.by_turns else None, shared, index, device)
+          for index, device in enumerate(devices(config))]
 
 
 def policy(config) -> scheduler.Policy:
@@ -202,15 +247,15 @@ def max_completion_tokens(config) -> int:
   return min(bounds.max_context_tokens, bounds.max_trajectory_tokens + between)
 
 
-def prepared_lane(config, student: wiring.Student, policy: scheduler.Policy, params, prompts: Iterable[Sequence[int]],
-                  max_tokens: int, title: str = 'compile learner') -> lane_lib.Lane:
-  """The lane of a run, with every shape compiled that its updates may need.
+def prepared_lanes(config, student: wiring.Student, policy: scheduler.Policy, params, prompts: Iterable[Sequence[int]],
+                   max_tokens: int, title: str = 'compile learner') -> list[lane_lib.Lane]:
+  """The lanes of a run, with every shape compiled that its updates may need, on every lane's device.
 
   Args:
     config: the run's.
     student: the model.
-    policy: the schedule that the lane will run under.
-    params: any parameters of the right shapes.
+    policy: the schedule that the lanes will run under.
+    params: any parameters of the right shapes, whole on every lane's device.
     prompts: all prompts of the run, ids.  What they begin with in common is processed once per update; it must not depend on
       where a run is resumed, or a resumed run would not have the bits of an uninterrupted one.
     max_tokens: longest completion.
@@ -218,10 +263,21 @@ def prepared_lane(config, student: wiring.Student, policy: scheduler.Policy, par
   """
   prompts = set(map(tuple, prompts))
   shared, lengths = lane_lib.shared_prefix(prompts), {len(p) for p in prompts}
-  trajectories = open_trajectories(config, student, max_tokens) if policy.by_turns else None
-  shapes = warmup.count(buckets(config), lengths, max_tokens, policy.pack_rows)
-  with progress_lib.Progress(shapes, title, 'shapes') as compiling:
-    warmup.warm_up(functions(config, student), params, buckets(config), prompt_tokens=lengths, max_tokens=max_tokens,
-                   rows=policy.pack_rows, accumulator=config.schedule.accumulator, shared_tokens=len(shared),
-                   objective=policy.objective, trajectories=trajectories, advance=compiling.advance)
-  return lane(config, student, trajectories, shared)
+  made = lanes(config, student, policy, max_tokens, shared)
+  shapes = len(made) * warmup.count(buckets(config), lengths, max_tokens, policy.pack_rows)
+
+  lock = threading.Lock()
+
+  def advance(count: int) -> None:
+    with lock:
+      compiling.advance(count)
+
+  def warm_up(one: lane_lib.Lane) -> None:
+    warmup.warm_up(functions(config, student), layout_lib.on(params, one.device), buckets(config), prompt_tokens=lengths,
+                   max_tokens=max_tokens, rows=policy.pack_rows, accumulator=config.schedule.accumulator, shared_tokens=len(shared),
+                   objective=policy.objective, trajectories=one.trajectories, several=len(made) > 1, advance=advance)
+
+  with progress_lib.Progress(shapes, title, 'shapes') as compiling, futures.ThreadPoolExecutor(len(made)) as pool:
+    for _ in pool.map(warm_up, made):
+      pass
+  return made

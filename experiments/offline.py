@@ -5,6 +5,7 @@ Used by the equivalence experiment and by the tests.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import queue
 from typing import Sequence
@@ -14,7 +15,7 @@ import numpy as np
 
 from ts_jax import types
 from ts_jax.rollout import replay as replay_lib
-from ts_jax.streaming import barrier, lane as lane_lib, scheduler, update as update_lib
+from ts_jax.streaming import barrier, executor, lane as lane_lib, layout as layout_lib, scheduler, update as update_lib
 
 
 def plans(batch: types.LogicalBatch) -> list[types.GroupPlan]:
@@ -63,33 +64,52 @@ def recorded_arrival(batch: types.LogicalBatch) -> list[types.RolloutEvent]:
   return events
 
 
-class OneByOne:
-  """An event stream that shows the learner one more event after each piece of work."""
+class _Given(abc.ABC):
+  """An event stream of events that are all there, and of what lanes finish among them."""
 
   def __init__(self, events: Sequence[types.RolloutEvent]):
-    self._events, self._shown = list(events), False
+    self._events = list(events)
+    self._finished: queue.SimpleQueue[executor.Finished] = queue.SimpleQueue()
+    self.put = self._finished.put
 
-  def get(self, block: bool = True, timeout: float | None = None) -> types.RolloutEvent:
+  def get(self, block: bool = True, timeout: float | None = None) -> types.RolloutEvent | executor.Finished:
     """As `queue.Queue.get`."""
-    del timeout
-    self._shown = block or not self._shown
-    if not self._events or not self._shown:
-      raise queue.Empty
-    return self._events.pop(0)
+    if self._events and (self._finished.empty() or self._event_first()):
+      return self._events.pop(0)
+    return self._finished.get(block, timeout)
+
+  @abc.abstractmethod
+  def _event_first(self) -> bool:
+    """Shows an event where something is finished too."""
 
 
-class RandomlyLate:
-  """An event stream that shows the learner the next event, or none yet, at each look: every interleaving is possible."""
+class OneByOne(_Given):
+  """An event stream that shows the learner one more event after each piece of work.
+
+  While lanes work at the same time it shows all it has.
+  """
+
+  def __init__(self, events: Sequence[types.RolloutEvent]):
+    super().__init__(events)
+    self._shown = False
+
+  def _event_first(self) -> bool:
+    self._shown = not self._shown
+    return self._shown
+
+
+class RandomlyLate(_Given):
+  """An event stream that shows the learner the next event, or none yet, at each look: every interleaving is possible.
+
+  While lanes work at the same time it shows all it has.
+  """
 
   def __init__(self, events: Sequence[types.RolloutEvent], rng: np.random.Generator):
-    self._events, self._rng = list(events), rng
+    super().__init__(events)
+    self._rng = rng
 
-  def get(self, block: bool = True, timeout: float | None = None) -> types.RolloutEvent:
-    """As `queue.Queue.get`."""
-    del timeout
-    if not self._events or (not block and self._rng.random() < 0.5):
-      raise queue.Empty
-    return self._events.pop(0)
+  def _event_first(self) -> bool:
+    return self._rng.random() < 0.5
 
 
 def batch_direction(batch: types.LogicalBatch, params, lanes: Sequence[lane_lib.Lane], policy: scheduler.Policy, accumulator: str,
@@ -112,10 +132,10 @@ def batch_direction(batch: types.LogicalBatch, params, lanes: Sequence[lane_lib.
 
 
 def direction_of(batch: types.LogicalBatch, events: update_lib.EventStream, params, lanes: Sequence[lane_lib.Lane], policy: scheduler.Policy,
-                 accumulator: str):
-  """As `batch_direction`, with the batch's events as they come."""
+                 accumulator: str, layout: layout_lib.Layout = layout_lib.Layout()):
+  """As `batch_direction`, with the batch's events as they come; the direction is cut as the layout says."""
   result = update_lib.run_update(batch.update, batch.policy_version, params, plans(batch), events, lanes, policy)
-  return barrier.reduce_lanes(accumulator, result.sums, result.normaliser), result
+  return barrier.reduce_lanes(accumulator, result.sums, result.normaliser, layout), result
 
 
 def random_batch(rng: np.random.Generator, *, groups: int = 3, size: int = 4, rewards: Sequence[float] = (0.0, 0.5, 1.5),

@@ -52,11 +52,11 @@ def _as_update(k: int, batch: types.LogicalBatch) -> types.LogicalBatch:
   return types.LogicalBatch(k, k, groups)
 
 
-def under(config, granularity: str, accumulator: str = 'float32', dtype: str = 'float32'):
-  """The config with this schedule and precision of activations; granularity 'batch' is Sync."""
+def under(config, granularity: str, accumulator: str = 'float32', dtype: str = 'float32', lanes: int = 1):
+  """The config with this schedule, precision of activations and number of lanes; granularity 'batch' is Sync."""
   changed, sync = config.copy_and_resolve_references(), granularity == 'batch'
   changed.schedule.update(name='sync' if sync else 'thundersync', granularity='trajectory' if sync else granularity,
-                          accumulator=accumulator, max_staleness=0)
+                          accumulator=accumulator, max_staleness=0, lanes=lanes)
   changed.model.dtype = dtype
   return changed
 
@@ -89,15 +89,14 @@ class Step(NamedTuple):
 class Replay:
   """A student's updates on recorded batches under one schedule."""
 
-  def __init__(self, config, student: wiring.Student, batches: Sequence[types.LogicalBatch], lanes: int = 1):
-    """Args: the schedule's config (see `under`), the student, its batches, and learner lanes, each on a device of its own."""
+  def __init__(self, config, student: wiring.Student, batches: Sequence[types.LogicalBatch]):
+    """Args: the schedule's config (see `under`), the student, and its batches."""
     prompts = {g.prompt_ids for b in batches for g in b.groups}
     longest = max(t.longest_completion for b in batches for t in b.trajectories)
-    shared, devices = lane_lib.shared_prefix(sorted(prompts)), jax.devices()
     self._config, self._student, self._batches = config, student, batches
     self._policy = learner.with_memory(learner.policy(config), config, student, longest)
-    self._lanes = [learner.lane(config, student, learner.open_trajectories(config, student, longest) if self._policy.by_turns else None,
-                                shared, i, devices[i] if lanes > 1 else None) for i in range(lanes)]
+    self._layout = learner.layout(config)
+    self._lanes = learner.lanes(config, student, self._policy, longest, lane_lib.shared_prefix(sorted(prompts)))
 
   def steps(self, updates: int, order: int | None = None) -> Iterator[Step]:
     """Yields the first `updates` updates from the student's own parameters.
@@ -107,15 +106,17 @@ class Replay:
       order: seed of a random arrival order and of what the learner sees when; None: the recorded completion order.
     """
     optimizer, kind = learner.optimizer(self._config), self._config.schedule.accumulator
-    state = barrier.init(optimizer, self._student.params())
+    state = barrier.init(optimizer, self._student.params(), self._layout)
     for batch in self._batches[:updates]:
       if order is None:
         events = offline.OneByOne(offline.recorded_arrival(batch))
       else:
         rng = np.random.default_rng((order, batch.update))
         events = offline.RandomlyLate(offline.shuffled_arrival(batch, rng), rng)
-      direction, _ = offline.direction_of(batch, events, state.params, self._lanes, self._policy, kind)
-      state, _ = barrier.apply(optimizer, state, direction)
+      whole = self._layout.whole(state.params)
+      direction, _ = offline.direction_of(batch, events, whole, self._lanes, self._policy, kind, self._layout)
+      del whole
+      state, _ = barrier.apply(optimizer, state, direction, self._layout)
       yield Step(direction, state.params)
       del direction
 

@@ -11,6 +11,7 @@ from ts_jax import types
 from ts_jax.agents import pool
 from ts_jax.models.config import ModelConfig
 from ts_jax.rollout import publication, replay as replay_lib
+from ts_jax.streaming import executor
 from ts_jax.telemetry import rundir
 
 Event = types.RolloutEvent | types.Span
@@ -113,8 +114,8 @@ class Arrivals:
     self._rewarded: dict[tuple[int, int], dict[int, types.Trajectory]] = {}
     self.put = self._queue.put_nowait
 
-  def get(self, block: bool = True, timeout: float | None = None) -> Event:
-    """As `queue.Queue.get`; those of evaluations are left out."""
+  def get(self, block: bool = True, timeout: float | None = None) -> Event | executor.Finished:
+    """As `queue.Queue.get`; events of evaluations are left out."""
     while True:
       event = self._queue.get(block, timeout)
       if isinstance(event, types.RolloutFailed) or _update_of(event) >= 0:
@@ -165,18 +166,19 @@ def _update_of(event: Event) -> int:
 class Complete:
   """The event stream of a batch that is complete, in the order of its groups: its bits do not depend on how it arrived.
 
+  What lanes have finished comes behind it.
+
   Whenever the learner looks, what has arrived for later batches is gathered.
   """
 
   def __init__(self, trajectories: Sequence[types.Trajectory], arrivals: Arrivals):
     """Args: the batch; where later ones arrive."""
     self._arrivals = arrivals
+    self._finished: queue.SimpleQueue[executor.Finished] = queue.SimpleQueue()
+    self.put = self._finished.put
     self._events = [event for t in reversed(trajectories) for event in (types.RewardFixed(t), types.ContentFixed(t))]  # last first
 
-  def get(self, block: bool = True, timeout: float | None = None) -> types.RolloutEvent:
+  def get(self, block: bool = True, timeout: float | None = None) -> types.RolloutEvent | executor.Finished:
     """As `queue.Queue.get`."""
-    del block, timeout
     self._arrivals.gather()
-    if not self._events:
-      raise queue.Empty
-    return self._events.pop()
+    return self._events.pop() if self._events else self._finished.get(block, timeout)

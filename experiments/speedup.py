@@ -27,9 +27,9 @@ _ROUNDS = flags.DEFINE_integer('rounds', 2, 'Times each batch runs under each sc
 flags.mark_flags_as_required(['config'])
 
 
-def step(config, lane, state, policy, trajectories, scale: float):
+def step(config, lanes, state, policy, trajectories, scale: float):
   """One update; returns (next state, R, learner service, P, step time), seconds."""
-  state, (done,) = replayed_schedule.run(config, [lane], policy, state, [trajectories], scale)
+  state, (done,) = replayed_schedule.run(config, lanes, policy, state, [trajectories], scale)
   service = sum(s.end_s - s.start_s for s in done.result.spans)
   return state, done.result.rollout_end_s - done.begin_s, service, done.end_s - done.barrier_s, done.end_s - done.begin_s
 
@@ -39,14 +39,15 @@ def measure(config, folder: pathlib.Path) -> dict[str, float]:
   student = wiring.load_student(config)
   run = recording.record(config, folder, _BATCHES.value)
   batches = [run.read_trajectories(k) for k in range(_BATCHES.value)]
-  state = barrier.init(learner.optimizer(config), student.params())
+  layout = learner.layout(config)
+  state = barrier.init(learner.optimizer(config), student.params(), layout)
   flat = [t for b in batches for t in b]
   prompts, longest = {t.prompt_ids for t in flat}, max(t.longest_completion for t in flat)
   # Sync does its cheapest pass, whatever granularity is configured.
   streamed = learner.with_memory(learner.policy(config), config, student, longest)
   configs = {'sync': _cheapest_sync(config), 'thundersync': config}
   policies = {'sync': learner.policy(configs['sync']), 'thundersync': streamed}
-  lanes = {name: learner.prepared_lane(config, student, policy, state.params, prompts, longest, f'compile {name}')
+  lanes = {name: learner.prepared_lanes(config, student, policy, layout.whole(state.params), prompts, longest, f'compile {name}')
            for name, policy in policies.items()}
 
   # Balance: one Sync update per batch with all rewards at once measures L; recorded times are scaled to it.

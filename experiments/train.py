@@ -62,6 +62,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
 
   # ---- What could be wrong is checked first -------------------------------------------------------------------------
   policy, optimizer, limits = learner.policy(config), learner.optimizer(config), learner.mismatch_limits(config)
+  layout = learner.layout(config)
   student = wiring.load_student(config)
   replaying = bool(config.rollout.replay)
   teacher, reference = (None if replaying else engines_lib.load_teacher(config, student, engine_cores, sorted(everything), name)
@@ -93,7 +94,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     print(f'publish   {engines.publisher.description}', file=sys.stderr)
     teachers, references = (stack.enter_context(engines_lib.teachers(config, found, run.logs, cache)) for found in (teacher, reference))
 
-  state, sampling = barrier.init(optimizer, student.params()), None
+  state, sampling = barrier.init(optimizer, student.params(), layout), None
   checkpoints = checkpoints_lib.Checkpoints(run.checkpoints, config.checkpoint.keep)
   stack.callback(checkpoints.close)
   first = 0
@@ -125,7 +126,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   else:
     prompts, longest = tasks.prompts.values(), learner.max_completion_tokens(config)
   policy = learner.with_memory(policy, config, student, longest)
-  lane = learner.prepared_lane(config, student, policy, state.params, prompts, longest)
+  lanes = learner.prepared_lanes(config, student, policy, layout.whole(state.params), prompts, longest)
 
   progress = progress_lib.TrainProgress(config.updates, first)
   stack.callback(progress.close)
@@ -141,7 +142,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
       scorers.wait_started()
     # A batch that was being sampled is finished at the parameters that it was begun with.
     served, version = (state.params, first) if sampling is None else (sampling, first - 1)
-    engines.publisher.publish(served, student.config, version)
+    engines.publisher.publish(layout.single(layout.whole(served)), student.config, version)
     engines_lib.check_identity(config, student, engines, teachers, references)
     agents = wiring.agent_pool(config, student, box, engines.serving, arrivals.put,
                                {'teacher': teachers.serving, 'reference': references.serving})
@@ -167,8 +168,8 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
         journal.evaluated(update, split, mine)
 
   trainer = stack.enter_context(trainer_lib.Trainer(
-      config, optimizer, state, [lane], policy, rollout, arrivals, journal, first=first, limits=limits, evaluate=evaluate,
-      save=checkpoints.save, sampling=sampling))
+      config, optimizer, state, lanes, policy, rollout, arrivals, journal, first=first, limits=limits, layout=layout,
+      evaluate=evaluate, save=checkpoints.save, sampling=sampling))
   del state, sampling
   if first == 0:
     evaluate(0)
@@ -180,7 +181,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     evaluate(config.updates)
   trainer.save()
   if config.checkpoint.export:
-    weights.export_hf(workdir / 'final', trainer.state.params, student.config, student.folder)
+    weights.export_hf(workdir / 'final', layout.single(trainer.params), student.config, student.folder)
   page = report.build_report(run)
   outcome = metrics.outcome(run.read_metrics())
   print(_closing(outcome, page))

@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments import rollouts
 from ts_jax import types
-from ts_jax.streaming import barrier, costs, lane as lane_lib, mismatch, scheduler, staleness, update as update_lib
+from ts_jax.streaming import barrier, costs, lane as lane_lib, layout as layout_lib, mismatch, scheduler, staleness, update as update_lib
 from ts_jax.telemetry import checkpoints as checkpoints_lib, interruption
 
 
@@ -95,18 +95,19 @@ class Trainer:
     next_update: k.
     updates: of the run.
     rollout, arrivals: the rollout side.
+    params: theta, whole on every lane's device.
   """
 
   def __init__(self, config, optimizer: barrier.OptimizerConfig, state: barrier.LearnerState, lanes: Sequence[lane_lib.Lane],
                policy: scheduler.Policy, rollout: rollouts.Rollout, arrivals: rollouts.Arrivals, journal: Journal, *, first: int = 0,
-               updates: int = 0, limits: mismatch.Limits | None = None, evaluate: Callable[[int], None] = lambda update: None,
+               updates: int = 0, limits: mismatch.Limits | None = None, layout: layout_lib.Layout = layout_lib.Layout(), evaluate: Callable[[int], None] = lambda update: None,
                save: Callable[[int, NamedTuple], None] = lambda update, state: None, sampling: Any = None):
     """Starts nothing.
 
     Args:
       config: the run's.
       optimizer: its settings.
-      state: at update `first`.
+      state: at update `first`, cut as the layout says.
       lanes: the learner's.
       policy: what they run under.
       rollout: where trajectories come from.
@@ -115,6 +116,7 @@ class Trainer:
       first: update to begin with.
       updates: of the run; default `config.updates`.
       limits: of the mismatch between learner and sampler.
+      layout: of the lanes.
       evaluate: called with the number of updates the policy has had, where one is due and the engines serve it.
       save: called with the next update and a state for a checkpoint.
       sampling: parameters that engines serve while the state is `first` (`async`, resumed); default those of `state`.
@@ -126,6 +128,7 @@ class Trainer:
     self._published = first if sampling is None else first - 1
     self._sampling, self._keeps_sampling = sampling, config.schedule.name == 'async'
     self._costs = costs.Costs()
+    self._layout, self.params = layout, layout.whole(state.params)
     self._whole = True  # False while the barrier consumes the state
 
   def __enter__(self) -> 'Trainer':
@@ -150,7 +153,7 @@ class Trainer:
       return
     begin_s = time.time()
     self._journal.phase('publish')
-    self.rollout.publish(self.state.params, self.state.policy_version)
+    self.rollout.publish(self._layout.single(self.params), self.state.policy_version)
     self._published = self.state.policy_version
     self._publish_s += time.time() - begin_s
     self._journal(types.Span('publish', begin_s, time.time(), self.next_update - 1))
@@ -169,7 +172,7 @@ class Trainer:
       planned: where the batch is put together as groups are complete, (planned update, group) of each.
     """
     result = update_lib.run_update(
-        update, self.state.policy_version, self.state.params, plans, events, self._lanes, self._policy, lags=lags,
+        update, self.state.policy_version, self.params, plans, events, self._lanes, self._policy, lags=lags,
         costs=self._costs, stall_timeout_s=self._config.rollout.stall_timeout_s, observe=self._observe_spans if ahead else self._journal)
     self._costs = result.costs
     warning = self._limits.check(result.mismatch, update) if self._limits else ''
@@ -178,7 +181,7 @@ class Trainer:
     with interruption.delayed():  # a step that was taken is recorded
       self._journal.phase('optimizer')
       barrier_s = time.time()
-      direction = barrier.reduce_lanes(self._config.schedule.accumulator, result.sums, result.normaliser)
+      direction = barrier.reduce_lanes(self._config.schedule.accumulator, result.sums, result.normaliser, self._layout)
       result = dataclasses.replace(result, sums=())  # two copies of the parameters' size
       if planned:
         self._journal.batch(update, planned)
@@ -212,9 +215,9 @@ class Trainer:
 
   def _step(self, direction) -> float:
     if self._keeps_sampling:  # on the host: the step consumes the learner's own
-      self._sampling = jax.tree.map(lambda x: np.array(x, copy=True), self.state.params)
-    self._whole = False
-    self.state, norm = barrier.apply(self._optimizer, self.state, direction)
+      self._sampling = jax.tree.map(lambda x: np.array(x, copy=True), self.params)
+    self._whole, self.params = False, None
+    self.state, norm = barrier.apply(self._optimizer, self.state, direction, self._layout)
     jax.block_until_ready(self.state.params)
-    self._whole = True
+    self._whole, self.params = True, self._layout.whole(self.state.params)
     return norm

@@ -69,9 +69,9 @@ def test_readiness_of_a_scored_turn_is_the_end_of_its_score():
   known = release_trace.ReleaseTrace(0, 4, [plan], OBJECTIVES['opd'], 1.0)
   sampled = types.SampledTokens((5, 6), (-1.0, -1.0), 4, 4, types.FinishReason.STOP)
   known.take(types.TurnFixed(0, 0, 0, types.Turn(0, (), sampled, (True, False), request_end_s=2.0)))
-  turn = types.Span('turn', 9.0, 10.0, 0, 0, 0, lane=0)
+  turn = types.Span('turn', 9.0, 10.0, 0, 0, 0, turn=0, lane=0)
   known.take(types.Span('teacher', 2.0, 3.5, 0, 0, 0, 0))
   known.take(types.Span('teacher', 2.0, 8.5, 1, 0, 0, 0))  # of the next update's
   known.take(types.TurnScored(0, 0, 0, 0, (-1.0, -2.0)))
-  assert known.describe(turn) == dataclasses.replace(turn, task='copy', version=4, ready_s=3.5, turn=0, scored=1)
+  assert known.describe(turn) == dataclasses.replace(turn, task='copy', version=4, ready_s=3.5, scored=1)
   assert known.describe(types.Span('prompt', 1.0, 2.0, 0, 0, lane=0, work='forward')).ready_s == 1.0

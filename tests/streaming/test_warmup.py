@@ -47,7 +47,7 @@ def test_no_compilation_after_warm_up_when_turns_are_worked_on(granularity, obje
   warmup.warm_up(sources.SourceFunctions(cases.TINY, terms=objective.terms), params, buckets,
                  prompt_tokens=[len(g.prompt_ids) for g in batch.groups], max_tokens=20,
                  rows=policy.pack_rows, accumulator='float32', shared_tokens=len(shared), objective=objective,
-                 trajectories=learner._trajectories)
+                 trajectories=learner.trajectories)
   jitted = (staged.begin, staged.turn_forward, staged.turn_forward_apart, staged.source_gradient, staged.head_gradient, staged.complete,
             sources._turn_gradient, sources._source_gradient, sources._segment_forward, sources._segment_gradient)
   before = [f._cache_size() for f in jitted]

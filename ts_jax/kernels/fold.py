@@ -39,7 +39,8 @@ class Sum:
   bound: Array
 
 
-def _precision(kind: str):
+def precision(kind: str):
+  """The context in which sums of a kind are computed."""
   if kind not in KINDS:
     raise ValueError(f'accumulator kind {kind!r} is unknown: use one of {KINDS}')
   return jax.enable_x64(True) if kind == 'exact' else contextlib.nullcontext()
@@ -68,7 +69,7 @@ def _contribution(kind: str, scale: Array, tree: Tree) -> tuple[Tree, Array]:
   return jax.tree.map(lambda x: _enter(kind, _scaled(kind, scale, x)), tree), bound
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, keep_unused=True)  # what is dropped does not decide where the result is
 def _zeros(kind, like):
   dtype = jnp.int64 if kind == 'exact' else None
   return Sum(jax.tree.map(lambda x: jnp.zeros(x.shape, dtype or x.dtype), like), jnp.float32(0))
@@ -134,45 +135,45 @@ def _scalar(kind: str, x: float, like: Tree) -> Array:
 
 
 def zeros(kind: str, like: Tree) -> Sum:
-  """An empty sum shaped like the float pytree `like`."""
-  with _precision(kind):
+  """An empty sum shaped like the float pytree `like`, and where it is."""
+  with precision(kind):
     return _zeros(kind, like)
 
 
 def fold(kind: str, total: Sum, tree: Tree, scale: float = 1.0) -> Sum:
   """total + scale * tree; consumes `total`."""
-  with _precision(kind):
+  with precision(kind):
     return _fold(kind, total, tree, _scalar(kind, scale, tree))
 
 
 def fold_pair(kind: str, pair: tuple[Sum, Sum] | None, tree: Tree, weight: float) -> tuple[Sum, Sum]:
   """(first + weight * tree, second + tree): the pair (G1, G2) in one pass over `tree`.  None starts a pair."""
-  with _precision(kind):
+  with precision(kind):
     scales = (_scalar(kind, weight, tree), _scalar(kind, 1.0, tree))
     return _begin(kind, tree, scales) if pair is None else _fold_pair(kind, pair, tree, scales)
 
 
 def fold_reduced(kind: str, total: Sum, pair: tuple[Sum, Sum], shift: float, scale: float) -> Sum:
   """total + scale * (first - shift * second); consumes `total`."""
-  with _precision(kind):
+  with precision(kind):
     return _fold_reduced(kind, total, pair, _scalar(kind, shift, pair[0].leaves), _scalar(kind, scale, pair[0].leaves))
 
 
 def value_reduced(kind: str, pair: tuple[Sum, Sum], shift: float, scale: float, dtype=jnp.float32) -> Tree:
   """scale * (first - shift * second) as floats of `dtype`."""
-  with _precision(kind):
+  with precision(kind):
     return _value_reduced(kind, pair, _scalar(kind, shift, pair[0].leaves), _scalar(kind, scale, pair[0].leaves), dtype)
 
 
 def fold_sum(kind: str, total: Sum, other: Sum, scale: float) -> Sum:
   """total + scale * other, rounded once; consumes `total`."""
-  with _precision(kind):
+  with precision(kind):
     return _fold_sum(kind, total, other, _scalar(kind, scale, other.leaves))
 
 
 def add(kind: str, total: Sum, other: Sum) -> Sum:
   """Sum of two sums (lanes meeting at the barrier), where `total` is; consumes `total`."""
-  with _precision(kind):
+  with precision(kind):
     return _add(kind, total, place(kind, other, total.bound))
 
 
@@ -180,13 +181,13 @@ def place(kind: str, total: Sum, like: Array) -> Sum:
   """The sum, where `like` is."""
   if total.bound.devices() == like.devices():
     return total
-  with _precision(kind):
+  with precision(kind):
     return jax.device_put(total, like.sharding)
 
 
 def value(kind: str, total: Sum, dtype=jnp.float32) -> Tree:
   """The sum as floats of `dtype`."""
-  with _precision(kind):
+  with precision(kind):
     return _value(kind, total, dtype)
 
 

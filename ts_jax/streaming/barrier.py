@@ -1,4 +1,9 @@
-"""The update barrier: reduce over lanes, clip by the global norm, one AdamW step on float32 masters."""
+"""The update barrier: reduce over lanes, clip by the global norm, one AdamW step on float32 masters.
+
+With several lanes each device reduces and steps its own shard of the state (see `layout`).  Only the norm needs everything: its sums
+run over whole leaves, one after the other, as they do with one lane.  All else is elementwise, so an update has the same bits for
+every number of lanes where the lanes' sums are exact.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,13 @@ from typing import Any, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ts_jax import types
 from ts_jax.kernels import fold
+from ts_jax.streaming import layout as layout_lib
+from ts_jax.streaming.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +35,22 @@ class OptimizerConfig:
   max_norm: float = 1.0
   moment_dtype: str = 'float32'
 
-  def build(self) -> optax.GradientTransformation:
-    """Clipping and AdamW, as one optax chain over *descent* gradients."""
+  def build(self) -> optax.GradientTransformationExtraArgs:
+    """Clipping and AdamW, as one optax chain over *descent* gradients; `update` wants their global `norm`."""
     return optax.chain(
-        optax.clip_by_global_norm(self.max_norm),
+        _clip(self.max_norm),
         optax.adamw(self.learning_rate, self.b1, self.b2, self.epsilon, weight_decay=self.weight_decay,
                     mu_dtype=self.moment_dtype))
+
+
+def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
+  """`optax.clip_by_global_norm` with a norm that is known."""
+  def update(updates, state, params=None, *, norm):
+    del params
+    clip = lambda x: jax.lax.select(norm < max_norm, x, (x / norm.astype(x.dtype)) * max_norm)
+    return jax.tree.map(clip, updates), state
+
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 class LearnerState(NamedTuple):
@@ -43,46 +61,94 @@ class LearnerState(NamedTuple):
   policy_version: int
 
 
-def init(config: OptimizerConfig, params) -> LearnerState:
-  """Version 0 at the given parameters."""
-  return LearnerState(params, config.build().init(params), 0)
+def init(config: OptimizerConfig, params, layout: Layout = Layout()) -> LearnerState:
+  """Version 0 at the given parameters, cut as the layout says."""
+  return LearnerState(layout.place(params), layout.place(config.build().init(params)), 0)
 
 
-def reduce_lanes(kind: str, batches: Sequence[fold.Sum], normaliser: float = 1.0):
+def reduce_lanes(kind: str, batches: Sequence[fold.Sum], normaliser: float = 1.0, layout: Layout = Layout()):
   """Sum of the lanes' batch directions, in lane order, times `normaliser` (a late scalar of the batch), as a float pytree.
+
+  Args:
+    kind: of accumulator.
+    batches: of the lanes of this process.
+    normaliser: a late scalar of the batch.
+    layout: of the result; without devices it is whole, where the first lane's sum is.
 
   Raises:
     OverflowError: an exact sum may have left its range.
   """
-  total = batches[0]
-  for batch in batches[1:]:
-    total = fold.add(kind, total, batch)
+  if layout.devices:
+    with fold.precision(kind):
+      total = _meet(layout, *(jax.tree.map(functools.partial(_beside, layout), *(getattr(b, field) for b in batches))
+                              for field in ('leaves', 'bound')))
+  else:
+    total = batches[0]
+    for batch in batches[1:]:
+      total = fold.add(kind, total, batch)
   fold.check(kind, total, 'batch direction')
   floating = [x.dtype for x in jax.tree.leaves(total.leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
   direction = fold.value(kind, total, floating[0] if floating else jnp.float32)
-  return direction if normaliser == 1 else jax.tree.map(lambda x: x * jnp.asarray(normaliser, x.dtype), direction)
+  return direction if normaliser == 1 else _scale(direction, np.float64(normaliser))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
-def _step(config: OptimizerConfig, params, opt_state, direction):
-  norm = optax.global_norm(direction)
+def _beside(layout: Layout, *own: jax.Array) -> jax.Array:
+  """[lanes, ...]: an array of every lane, each where it is; `own`: those of this process."""
+  shape = layout.lanes, *own[0].shape
+  return jax.make_array_from_single_device_arrays(shape, layout.by_lane, [x[None] for x in own])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _meet(layout: Layout, leaves, bound) -> fold.Sum:
+  """Each shard of the sums over lanes, in their order, on its device."""
+  def add(x):
+    parts = jax.lax.with_sharding_constraint(x, layout.behind_lanes(x.shape[1:]))
+    return functools.reduce(jnp.add, (parts[i] for i in range(layout.lanes)))
+
+  return fold.Sum(layout.constrain(jax.tree.map(add, leaves)), add(bound))
+
+
+@jax.jit
+def _scale(direction, factor):
+  return jax.tree.map(lambda x: x * factor.astype(x.dtype), direction)
+
+
+@jax.jit
+def _squares(x):
+  return jnp.sum(jnp.square(x))
+
+
+def global_norm(direction, layout: Layout = Layout()) -> np.floating:
+  """Euclidean norm over all leaves; its bits do not depend on the layout.  One leaf at a time is whole on every device."""
+  squares = [np.asarray(_squares(layout_lib.local(layout.whole(x)))) for x in jax.tree.leaves(direction)]
+  return np.sqrt(functools.reduce(np.add, squares))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
+def _step(config: OptimizerConfig, layout: Layout, params, opt_state, direction, norm):
   descent = jax.tree.map(jnp.negative, direction)
-  updates, opt_state = config.build().update(descent, opt_state, params)
-  return optax.apply_updates(params, updates), opt_state, norm
+  updates, opt_state = config.build().update(descent, opt_state, params, norm=norm)
+  return layout.constrain((optax.apply_updates(params, updates), opt_state))
 
 
-def apply(config: OptimizerConfig, state: LearnerState, direction) -> tuple[LearnerState, float]:
+def apply(config: OptimizerConfig, state: LearnerState, direction, layout: Layout = Layout()) -> tuple[LearnerState, float]:
   """One ascent step along `direction` (Equation 3); consumes `state`.
+
+  Args:
+    config: of the optimizer.
+    state: cut as the layout says.
+    direction: likewise.
+    layout: of the lanes.
 
   Returns:
     (next state with the next policy version, global norm before clipping).
 
   Raises:
-    TsJaxError: the direction is not finite.  The parameters are lost; resume from the run directory.
+    TsJaxError: the direction is not finite; no step is taken.
   """
-  params, opt_state, norm = _step(config, state.params, state.opt_state, direction)
-  norm = float(norm)
+  norm = global_norm(direction, layout)
   if not math.isfinite(norm):
     raise types.TsJaxError(f'the batch direction of policy version {state.policy_version} has norm {norm}: a log-prob or '
                            'weight is not finite; nothing was published')
-  return LearnerState(params, opt_state, state.policy_version + 1), norm
+  params, opt_state = _step(config, layout, state.params, state.opt_state, direction, norm)
+  return LearnerState(params, opt_state, state.policy_version + 1), float(norm)

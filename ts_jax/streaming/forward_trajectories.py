@@ -10,7 +10,6 @@ import dataclasses
 from typing import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ts_jax.models import llama, staged as staged_model
@@ -68,15 +67,16 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
   def whole(self, at):
     return self._elastic and at not in self._open
 
-  def _steps(self, at):
-    known = self._running[at]
+  def _steps(self, known):
     return len(known.turns) + (known.scored(self._scorers) if self._teacher else 0)
 
-  def advance(self, params, before, prompt, at):
-    known = self._running[at]
+  def last_turn(self, known):
+    return len(known.turns) - 1
+
+  def advance(self, params, before, prompt, at, known):
     inputs = np.asarray([before, *known.ids()[:-1]], np.int32)
     self._check_length(at, len(inputs))
-    state = self._state(prompt, at, inputs)
+    state = self._state(prompt, at, known, inputs)
     first = len(state.inputs)
     for start, stop in self._pieces(known, first):
       piece = inputs[start:stop]
@@ -107,18 +107,20 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
       for start in range(max(begin, first), end, self._piece):
         yield start, min(start + self._piece, end)
 
-  def gradients(self, params, before, prompt, at, passes):
-    self.advance(params, before, prompt, at)
-    state, known = self._open.pop(at), self._running[at]
+  def gradients(self, params, before, prompt, at, known, passes):
+    self.advance(params, before, prompt, at, known)
+    state = self._open.pop(at)
     tokens = sources_lib.padded(state.inputs, self._buckets)
     if state.host is not None:
-      state.kept = state.kept.replace(values={n: jnp.asarray(x[:, :, :tokens.shape[1]]) for n, x in state.host.items()})
+      beside = state.kept.hidden
+      fetch = lambda x: jax.device_put(x[:, :, :tokens.shape[1]], beside.sharding if beside.committed else None)
+      state.kept = state.kept.replace(values={n: fetch(x) for n, x in state.host.items()})
     if self._teacher:
       result = staged.complete(self._functions, params, state.kept, tokens, prompt, *state.head)
       return [sources_lib.SourceResult(*result, np.concatenate(state.log_probs)[None])]
     whole = sources_lib.join([known.data(i, self._scorers) for i in range(len(known.turns))])
-    at = np.flatnonzero(whole.mask)
-    rows = (self._scored_row(at, whole, tokens.shape[1], *weights) for weights in passes)
+    scored = np.flatnonzero(whole.mask)
+    rows = (self._scored_row(scored, whole, tokens.shape[1], *weights) for weights in passes)
     return [staged.source_gradient(self._functions, params, state.kept, tokens, prompt, *row) for row in rows]
 
   def warm_up(self, params, prompt):
@@ -148,11 +150,11 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
       head = open_trajectories.accumulate(head, (result.gradient, result.cotangent))
     return sources_lib.SourceResult(*staged.complete(self._functions, params, kept, zeros, prompt, *head), np.zeros((1, 1)))
 
-  def _state(self, prompt: llama.Boundary, at: open_trajectories.At, inputs: np.ndarray) -> _Open:
+  def _state(self, prompt: llama.Boundary, at: open_trajectories.At, known: open_trajectories.Turns, inputs: np.ndarray) -> _Open:
     """What has been done of this attempt; starts over where another attempt's turns were done."""
     state = self._open.get(at)
     if state is None or not (np.array_equal(inputs[:len(state.inputs)], state.inputs)
-                             and self._running[at].begins_with(state.heads, self._scorers)):
+                             and known.begins_with(state.heads, self._scorers)):
       self._open.pop(at, None)
       elsewhere = self._on_device is not None and sum(s.host is None for s in self._open.values()) >= self._on_device
       kept = staged.begin(self._functions, prompt, self._room, None if elsewhere else self._keep)

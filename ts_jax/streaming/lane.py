@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,30 @@ from ts_jax.kernels import fold
 from ts_jax.models import llama
 from ts_jax.objectives import policy_gradient
 from ts_jax.objectives.objective import Objective
-from ts_jax.streaming import branches, mismatch as mismatch_lib, open_trajectories, scheduler, sources as sources_lib
+from ts_jax.streaming import branches, layout, mismatch as mismatch_lib, open_trajectories, scheduler, sources as sources_lib
 from ts_jax.streaming import statistics as statistics_lib
 from ts_jax.streaming.buckets import Buckets
+from ts_jax.streaming.inputs import Inputs
 from ts_jax.streaming.open_trajectories import OpenTrajectories
+
+
+class Parts(NamedTuple):
+  """What a lane has summed for another to finish: of a group that the other owns, or at the barrier.
+
+  Attributes:
+    statistics: whose coefficients are not known yet; None if none.
+    adjoint: of the group's prompt (at the barrier: of the shared prefix) with known coefficients; None if none.
+  """
+
+  statistics: statistics_lib.Pair | statistics_lib.ByReward | None = None
+  adjoint: fold.Sum | None = None
+
+
+class Result(NamedTuple):
+  """Of a work item: its spans (without readiness), and what a `HandOver` gives away."""
+
+  spans: list[types.Span]
+  parts: Parts | None = None
 
 
 @dataclasses.dataclass
@@ -33,8 +53,9 @@ class _Group:
 class Lane:
   """Executes work items of one update and accumulates the batch direction.
 
-  A lane owns its groups' boundary states and statistics; nothing is shared between lanes until the barrier adds their
-  batch sums.  Work on one lane is strictly sequential.
+  A lane owns its groups' boundary states and statistics.  One that took sources of another's group gives what it summed of them
+  to the owner before that closes the group; all else stays with the lane until the barrier adds batch sums.  Work on one lane is
+  strictly sequential, in whatever thread; lanes share nothing but `Inputs`, which they only read.
 
   Its prefix tree: what all prompts of the run begin with, the rest of each group's prompt, trajectories, and at granularity
   `turn` their turns.  A segment's backward pass runs once, after its last child; that of the shared prefix at the barrier,
@@ -60,68 +81,44 @@ class Lane:
     """
     if functions.terms != objective.terms:
       raise ValueError(f'the functions compute {functions.terms}, the objective has {objective.terms}')
-    self.index = index
+    self.index, self.device, self.trajectories = index, device, trajectories
     self._functions = functions
     self._buckets = buckets
     self._kind = accumulator
     self._centre = reward_centre
     self._objective = objective
-    self._trajectories = trajectories
     self._shared = tuple(shared_prefix)
-    self._device = device
     self.update = -1
     self.mismatch = mismatch_lib.Mismatch()
 
-  def begin(self, update: int, params, plans: Sequence[types.GroupPlan]) -> None:
-    """Starts an update at `params`; the lane reads them and never changes them."""
-    for plan in plans:
-      if len(plan.prompt_ids) < 2:
-        raise types.ConfigError(f'task {plan.task_id}: a prompt needs at least two tokens, got {len(plan.prompt_ids)}')
+  def begin(self, update: int, params, inputs: Inputs) -> None:
+    """Starts an update at `params`, whole ones (see `layout`); the lane reads them and never changes them."""
     self.update = update
-    self._params = params if self._device is None else jax.device_put(params, self._device)
-    self._plans = {p.index: p for p in plans}
+    self._params = layout.on(params, self.device)
+    self._inputs = inputs
     self._groups: dict[int, _Group] = {}
     self._statistics = statistics_lib.of(self._objective, self._kind, self._centre)
-    self._data: dict[tuple[int, int], sources_lib.SourceData] = {}
-    self._trees: dict[tuple[int, int], tuple[branches.Segment, ...]] = {}
     self._batch: fold.Sum | None = None
     self._root: llama.Boundary | None = None
     self._root_adjoint: fold.Sum | None = None
-    if self._trajectories is not None:
-      self._trajectories.clear()
+    if self.trajectories is not None:
+      self.trajectories.clear()
     self.mismatch = mismatch_lib.Mismatch()
 
-  def fix_turn(self, group: int, index: int, turn: types.Turn) -> int:
-    """Hands over one more turn of a running trajectory; returns the steps that can be worked on."""
-    self._trajectories.fix((group, index), turn)
-    return self._trajectories.steps((group, index))
+  def steps(self, group: int, index: int) -> int:
+    """Steps of a trajectory that can be worked on before it is complete; asks the inputs only, whatever the lane does meanwhile."""
+    return self.trajectories.steps(self._inputs.turns[group, index])
 
   def early_tokens(self, group: int, index: int) -> int:
-    """Tokens of the steps that can be worked on."""
-    return self._trajectories.tokens((group, index))
-
-  def score_turn(self, group: int, index: int, turn: int, log_probs: Sequence[float], scorer: str) -> int:
-    """Hands over a scorer's scores of a turn; returns the steps that can be worked on."""
-    self._trajectories.score((group, index), turn, log_probs, scorer)
-    return self._trajectories.steps((group, index))
-
-  def register(self, trajectory: types.Trajectory) -> sources_lib.SourceData:
-    """Hands over a finished trajectory."""
-    at = (trajectory.group, trajectory.index)
-    self._data[at] = sources_lib.SourceData.of(trajectory)
-    if trajectory.branches:
-      self._trees[at] = branches.segments(trajectory)
-    if self._trajectories is not None:
-      self._trajectories.complete(at, trajectory.turns)
-    return self._data[at]
+    """Tokens of these steps; as `steps`."""
+    return self.trajectories.tokens(self._inputs.turns[group, index])
 
   def cost(self, group: int, index: int) -> int:
-    """Padded tokens of a source; of its segments, where its history was rewritten."""
-    segments = [s.data for s in self._trees.get((group, index), ())] or [self._data[group, index]]
-    return sum(self._buckets.pad(max(d.tokens, 1)) for d in segments)
+    """Padded tokens of a source; as `steps`."""
+    return self._inputs.cost((group, index), self._buckets)
 
-  def run(self, work: scheduler.Work) -> list[types.Span]:
-    """Runs one work item to completion and returns its spans (without readiness)."""
+  def run(self, work: scheduler.Work, parts: Sequence[Parts] = ()) -> Result:
+    """Runs one work item to completion; `parts`: what other lanes have summed of a group that is closed."""
     spans: list[types.Span] = []
     match work:
       case scheduler.PromptForward():
@@ -137,13 +134,19 @@ class Lane:
             self._statistics.fold(work.group, result.gradient, result.adjoint, work.reward)
           else:
             self._fold_known(work.group, result, work.coefficient)
+      case scheduler.HandOver():
+        return Result(spans, self._hand_over(work.group))
       case scheduler.CloseGroup():
-        self._close(work, spans)
-    return spans
+        self._close(work, parts, spans)
+    return Result(spans)
 
-  def finish_shared_prefix(self, others: Sequence['Lane']) -> list[types.Span]:
-    """Runs the shared prefix backward for this lane and `others`, once every group is closed."""
-    adjoints = [lane._root_adjoint for lane in (self, *others) if lane._root_adjoint is not None]
+  def rest(self) -> Parts:
+    """What only the barrier can finish, for all lanes together; the lane keeps none of it."""
+    adjoint, self._root_adjoint = self._root_adjoint, None
+    return Parts(self._statistics.pop_batch(), adjoint)
+
+  def finish_shared_prefix(self, adjoints: Sequence[fold.Sum]) -> list[types.Span]:
+    """Runs the shared prefix backward, from the adjoints of all lanes, once every group is closed."""
     spans: list[types.Span] = []
     if not adjoints:
       return spans
@@ -159,15 +162,16 @@ class Lane:
       self._fold_batch(gradient)
     return spans
 
-  def finish_statistics(self, others: Sequence['Lane'], rewards: Sequence[float]) -> list[types.Span]:
-    """Reduces what this lane and `others` hold for the batch as population, given all its rewards."""
-    late = self._statistics.finish([lane._statistics for lane in others])
+  def finish_statistics(self, sums: Sequence[statistics_lib.Pair | statistics_lib.ByReward], rewards: Sequence[float]) -> list[types.Span]:
+    """Reduces what all lanes hold for the batch as population, given all its rewards."""
     spans: list[types.Span] = []
-    if late is None or self._objective.is_zero(rewards):
+    if not sums or self._objective.is_zero(rewards):
       return spans
     with _Timed(self, spans, 'reduce', -1):
+      late = sums[0].place(jax.tree.leaves(self._params)[0])
+      for other in sums[1:]:
+        late = late.add(other)
       late.check('batch statistics')
-      late = late.place(jax.tree.leaves(self._params)[0])
       self._batch = jax.block_until_ready(late.reduce(self._total(), self._objective, rewards))
     return spans
 
@@ -180,7 +184,7 @@ class Lane:
     if self._groups:
       raise RuntimeError(f'lane {self.index}: groups {sorted(self._groups)} are still open at the barrier')
     batch = self._total()
-    self._params, self._batch, self._root, self._root_adjoint = None, None, None, None
+    self._params, self._inputs, self._batch, self._root = None, None, None, None
     fold.check(self._kind, batch, f'lane {self.index}')
     return batch
 
@@ -189,12 +193,12 @@ class Lane:
 
   def _shares(self, group: int) -> bool:
     """The group's prompt begins with the shared prefix and has more."""
-    prompt = self._plans[group].prompt_ids[:-1]
+    prompt = self._inputs.plans[group].prompt_ids[:-1]
     return bool(self._shared) and len(prompt) > len(self._shared) and prompt[:len(self._shared)] == self._shared
 
   def _parent(self, group: int, spans: list[types.Span]) -> tuple[llama.Boundary, np.ndarray, np.int32]:
     """(boundary state a group's prompt stands behind, the prompt's own padded tokens, how many)."""
-    prompt = self._plans[group].prompt_ids[:-1]
+    prompt = self._inputs.plans[group].prompt_ids[:-1]
     if not self._shares(group):
       return self._functions.root(), *self._padded(prompt)
     if self._root is None:
@@ -208,32 +212,36 @@ class Lane:
     state = self._groups.setdefault(group, _Group())
     if state.boundary is None:
       parent, tokens, length = self._parent(group, spans)
-      capacity = self._buckets.pad(len(self._plans[group].prompt_ids) - 1)
+      capacity = self._buckets.pad(len(self._inputs.plans[group].prompt_ids) - 1)
       with _Timed(self, spans, 'prompt', group, tokens=int(length), work='forward'):
         state.boundary = jax.block_until_ready(self._functions.segment_forward(self._params, parent, tokens, length, capacity))
     return state.boundary
 
   def _turns(self, work: scheduler.TurnWork, spans: list[types.Span]) -> None:
     boundary = self._prompt(work.group, spans)
-    at, before = (work.group, work.index), self._plans[work.group].prompt_ids[-1]
-    with _Timed(self, spans, self._trajectories.span_kind, *at) as timed:
-      timed.tokens(self._trajectories.advance(self._params, before, boundary, at))
+    at, before = (work.group, work.index), self._inputs.plans[work.group].prompt_ids[-1]
+    known = self._inputs.turns[at]
+    if not self.trajectories.steps(known):  # its history was rewritten meanwhile, or another attempt began
+      return
+    with _Timed(self, spans, self.trajectories.span_kind, *at, turn=self.trajectories.last_turn(known)) as timed:
+      timed.tokens(self.trajectories.advance(self._params, before, boundary, at, known))
 
   def _source(self, work: scheduler.SourceWork, spans: list[types.Span]) -> None:
     boundary = self._prompt(work.group, spans)
-    data = [self._data[work.group, i] for i in work.indices]
-    before, terms = self._plans[work.group].prompt_ids[-1], self._objective.terms
+    data = [self._inputs.data[work.group, i] for i in work.indices]
+    before, terms = self._inputs.plans[work.group].prompt_ids[-1], self._objective.terms
     passes, scale = self._passes(work, data)
     index = work.indices[0] if len(work.indices) == 1 else -1
     with _Timed(self, spans, 'source', work.group, index, tokens=sum(d.tokens for d in data), scored=sum(d.scored for d in data),
                 members=work.indices, work=work.service.name.lower()):
-      if any((work.group, i) in self._trees for i in work.indices):
+      if any((work.group, i) in self._inputs.trees for i in work.indices):
         results = [self._with_branches(work, w, u) for w, u in passes]
-      elif self._trajectories is None or all(self._trajectories.whole((work.group, i)) for i in work.indices):
+      elif self.trajectories is None or all(self.trajectories.whole((work.group, i)) for i in work.indices):
         batches = [sources_lib.pack(before, data, w, self._buckets, self._objective.needs_teacher, terms, u) for w, u in passes]
         results = [self._functions.source_gradient(self._params, boundary, batch) for batch in batches]
       else:
-        results = self._trajectories.gradients(self._params, before, boundary, (work.group, index), [(w[0], u[0]) for w, u in passes])
+        at = work.group, index
+        results = self.trajectories.gradients(self._params, before, boundary, at, self._inputs.turns[at], [(w[0], u[0]) for w, u in passes])
       jax.block_until_ready(results)
     self._measure(data, results[0].log_probs)
     with _Timed(self, spans, 'fold', work.group, index, members=work.indices):
@@ -249,16 +257,16 @@ class Lane:
   def _with_branches(self, work: scheduler.SourceWork, weights: Sequence[float], counts: Sequence[float]) -> sources_lib.SourceResult:
     """One pass of sources whose history was rewritten, and of others packed with them, one by one."""
     sums, log_probs = None, []
-    boundary, before = self._groups[work.group].boundary, self._plans[work.group].prompt_ids[-1]
+    boundary, before = self._groups[work.group].boundary, self._inputs.plans[work.group].prompt_ids[-1]
     settings = self._buckets, self._objective.needs_teacher
     for index, weight, count in zip(work.indices, weights, counts):
       at = (work.group, index)
-      if at in self._trees:
-        if self._trajectories is not None:
-          self._trajectories.discard(at)
-        one = branches.gradient(self._functions, self._params, self._trees[at], boundary, weight, count, *settings)
+      if at in self._inputs.trees:
+        if self.trajectories is not None:
+          self.trajectories.discard(at)
+        one = branches.gradient(self._functions, self._params, self._inputs.trees[at], boundary, weight, count, *settings)
       else:
-        batch = sources_lib.pack(before, [self._data[at]], [weight], *settings, self._objective.terms, [count])
+        batch = sources_lib.pack(before, [self._inputs.data[at]], [weight], *settings, self._objective.terms, [count])
         one = self._functions.source_gradient(self._params, boundary, batch)
       sums = open_trajectories.accumulate(sums, (one.gradient, one.adjoint))
       log_probs += list(np.asarray(one.log_probs))
@@ -270,8 +278,8 @@ class Lane:
     Terms that do not carry the advantage go with the score where the coefficient is known, and need a second pass where it
     comes later.
     """
-    size, objective = self._plans[work.group].size, self._objective
-    weights = [objective.token_weight(len(self._plans), size, d.scored) for d in data]
+    size, objective = self._inputs.plans[work.group].size, self._objective
+    weights = [objective.token_weight(len(self._inputs.plans), size, d.scored) for d in data]
     counts, none = [objective.count_coefficient(size) * w for w in weights], [0.0] * len(data)
     counted = objective.terms.needs_counts
     if counted and work.coefficients is None:
@@ -294,13 +302,30 @@ class Lane:
   def _fold_batch(self, gradient, scale: float = 1.0) -> None:
     self._batch = jax.block_until_ready(_begin_or_fold(self._kind, self._batch, gradient, scale))
 
-  def _close(self, work: scheduler.CloseGroup, spans: list[types.Span]) -> None:
+  def _hand_over(self, group: int) -> Parts:
+    state = self._groups.pop(group, _Group())
+    if self.trajectories is not None:
+      self.trajectories.drop(group)
+    return Parts(self._statistics.pop(group), state.direct_adjoint)
+
+  def _take(self, group: int, state: _Group, parts: Sequence[Parts]) -> None:
+    """Adds what other lanes have summed of a group."""
+    like = jax.tree.leaves(self._params)[0]
+    for part in parts:
+      if part.statistics is not None:
+        self._statistics.take(group, part.statistics.place(like))
+      if part.adjoint is not None:
+        theirs, mine = fold.place(self._kind, part.adjoint, like), state.direct_adjoint
+        state.direct_adjoint = theirs if mine is None else fold.add(self._kind, mine, theirs)
+
+  def _close(self, work: scheduler.CloseGroup, parts: Sequence[Parts], spans: list[types.Span]) -> None:
     state = self._groups.pop(work.group, _Group())
-    if self._trajectories is not None:
-      self._trajectories.drop(work.group)
-    adjoint = self._reduce(work, state, spans)
+    self._take(work.group, state, parts)
+    if self.trajectories is not None:
+      self.trajectories.drop(work.group)
+    adjoint = self._reduce(work, spans)
     if state.direct_adjoint is not None:
-      direct = fold.value(self._kind, state.direct_adjoint, state.boundary.dtype)
+      direct = fold.value(self._kind, state.direct_adjoint, jnp.dtype(self._functions.dtype))
       adjoint = direct if adjoint is None else jax.tree.map(jnp.add, adjoint, direct)
     if adjoint is None:
       return
@@ -311,13 +336,13 @@ class Lane:
       if self._shares(work.group):
         self._root_adjoint = jax.block_until_ready(_begin_or_fold(self._kind, self._root_adjoint, above))
 
-  def _reduce(self, work: scheduler.CloseGroup, state: _Group, spans: list[types.Span]) -> llama.State | None:
+  def _reduce(self, work: scheduler.CloseGroup, spans: list[types.Span]) -> llama.State | None:
     """Reduces a group's statistics, which are gone then; returns what they want of the prompt, or None."""
     late = self._statistics.pop(work.group)
     if late is None or self._objective.is_zero(work.rewards):
       return None
     with _Timed(self, spans, 'reduce', work.group):
-      dtype = state.boundary.dtype
+      dtype = jnp.dtype(self._functions.dtype)
       self._batch, adjoint = jax.block_until_ready(self._statistics.close(work.group, late, self._total(), work.rewards, dtype))
     return adjoint
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import Any, Collection, Iterable, Iterator, Sequence
+from typing import Any, Collection, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,28 @@ from ts_jax.streaming.buckets import Buckets
 At = tuple[int, int]  # (group, index)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Turns:
-  """Turns of one trajectory as far as they are fixed, and log-probs by (turn index, scorer) as far as they are there."""
+  """Turns of one trajectory as far as they are fixed, and log-probs by (turn index, scorer) as far as they are there.
 
-  turns: list[types.Turn] = dataclasses.field(default_factory=list)
-  scores: dict[tuple[int, str], Sequence[float]] = dataclasses.field(default_factory=dict)
+  Never changed: lanes read it while the next turn arrives.
+  """
+
+  turns: tuple[types.Turn, ...] = ()
+  scores: Mapping[tuple[int, str], Sequence[float]] = dataclasses.field(default_factory=dict)
+
+  @classmethod
+  def of(cls, turns: Sequence[types.Turn]) -> 'Turns':
+    """A trajectory's as it ended."""
+    return cls(tuple(turns), {(t.index, scorer): s for t in turns for scorer, s in t.scores.items()})
+
+  def fix(self, turn: types.Turn) -> 'Turns':
+    """With one more turn; an earlier index begins another attempt."""
+    return Turns((*self.turns[:turn.index], turn), {key: s for key, s in self.scores.items() if key[0] < turn.index})
+
+  def score(self, turn: int, log_probs: Sequence[float], scorer: str = 'teacher') -> 'Turns':
+    """With a scorer's scores of a turn that is fixed."""
+    return Turns(self.turns, {**self.scores, (turn, scorer): log_probs}) if turn < len(self.turns) else self
 
   def data(self, index: int, scorers: Collection[str]) -> sources_lib.SourceData | None:
     """One turn's ids; None while a scorer's scores of it are missing."""
@@ -101,12 +117,10 @@ class OpenTrajectories(abc.ABC):
     self._functions, self._buckets, self._teacher = functions, buckets, teacher
     self._scorers = frozenset(s for s, needed in (('teacher', teacher), ('reference', 'reference' in functions.terms.needs)) if needed)
     self.max_tokens = buckets.pad(max_tokens)
-    self._running: dict[At, Turns] = {}
     self._open: dict[At, Any] = {}  # early work, each kind its own
 
   def clear(self) -> None:
     """Forgets everything (a new update)."""
-    self._running.clear()
     self._open.clear()
 
   def discard(self, at: At) -> None:
@@ -115,47 +129,33 @@ class OpenTrajectories(abc.ABC):
 
   def drop(self, group: int) -> None:
     """Forgets a closed group's trajectories."""
-    for table in (self._running, self._open):
-      for at in [at for at in table if at[0] == group]:
-        del table[at]
-
-  def fix(self, at: At, turn: types.Turn) -> None:
-    """Takes one more turn; an earlier index begins another attempt."""
-    known = self._running.setdefault(at, Turns())
-    del known.turns[turn.index:]
-    known.scores = {key: s for key, s in known.scores.items() if key[0] < turn.index}
-    known.turns.append(turn)
-
-  def score(self, at: At, turn: int, log_probs: Sequence[float], scorer: str = 'teacher') -> None:
-    """Takes a scorer's scores of a turn that is fixed."""
-    if turn < len(self._running[at].turns):
-      self._running[at].scores[turn, scorer] = log_probs
-
-  def complete(self, at: At, turns: Sequence[types.Turn]) -> None:
-    """Takes the trajectory as it ended."""
-    self._running[at] = Turns(list(turns), {(t.index, scorer): s for t in turns for scorer, s in t.scores.items()})
+    for at in [at for at in self._open if at[0] == group]:
+      del self._open[at]
 
   def whole(self, at: At) -> bool:
     """A completed trajectory is to be differentiated in one pass, as if no turn of it had been known before."""
     del at
     return False
 
-  def tokens(self, at: At) -> int:
+  def tokens(self, known: Turns) -> int:
     """Tokens that `steps` are about; those that a scorer's scores make a second step of count half each time."""
-    known, scored = self._running[at].turns, self._running[at].scored(self._scorers) if self._teacher else None
     count = lambda turns: sum(len(t.context_ids) + len(t.sampled.token_ids) for t in turns)
-    return count(known) if scored is None else (count(known) + count(known[:scored])) // 2
+    return (count(known.turns) + count(known.turns[:known.scored(self._scorers)])) // 2 if self._teacher else count(known.turns)
 
-  def steps(self, at: At) -> int:
+  def steps(self, known: Turns) -> int:
     """How much could run early by now: grows with every turn or score that makes work possible; 0 once history was rewritten."""
-    return 0 if self._running[at].branches else self._steps(at)
+    return 0 if known.branches else self._steps(known)
 
   @abc.abstractmethod
-  def _steps(self, at: At) -> int:
+  def _steps(self, known: Turns) -> int:
     ...
 
   @abc.abstractmethod
-  def advance(self, params, before: int, prompt: llama.Boundary, at: At) -> int:
+  def last_turn(self, known: Turns) -> int:
+    """Index of the last turn that `advance` works on."""
+
+  @abc.abstractmethod
+  def advance(self, params, before: int, prompt: llama.Boundary, at: At, known: Turns) -> int:
     """Runs what is possible early; returns the tokens that ran.
 
     Args:
@@ -163,18 +163,20 @@ class OpenTrajectories(abc.ABC):
       before: the prompt's last id, which opens the trajectory's segment.
       prompt: boundary state of the prompt without it.
       at: which trajectory.
+      known: its turns so far.
 
     Raises:
       TsJaxError: the trajectory is longer than the longest that was announced.
     """
 
   @abc.abstractmethod
-  def gradients(self, params, before: int, prompt: llama.Boundary, at: At,
+  def gradients(self, params, before: int, prompt: llama.Boundary, at: At, known: Turns,
                 passes: Sequence[tuple[float, float]]) -> list[sources_lib.SourceResult]:
     """Gradients of the completed trajectory, which is forgotten.
 
     Args:
       params, before, prompt, at: as for `advance`.
+      known: all its turns.
       passes: one result for each (w_t, u_t) of every scored token; with a teacher only (1, 1), and w_t its advantage beside.
     """
 

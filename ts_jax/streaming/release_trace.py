@@ -22,7 +22,6 @@ class ReleaseTrace:
   def __init__(self, update: int, policy_version: int, plans: Sequence[types.GroupPlan], objective: Objective,
                start_s: float):
     self._update, self._version, self._objective, self._start_s = update, policy_version, objective, start_s
-    self._scorers = [s for s, needed in (('teacher', objective.needs_teacher), ('reference', 'reference' in objective.terms.needs)) if needed]
     self._tasks = {p.index: p.task_id for p in plans}
     self._turns: dict[_At, dict[int, types.Turn]] = {}
     self._scores_s: dict[_At, dict[str, dict[int, float]]] = {}  # by scorer and turn
@@ -53,30 +52,18 @@ class ReleaseTrace:
     fields = dict(task=self._tasks.get(span.group, ''), version=self._version, ready_s=self._ready_s(span))
     if span.kind in ('turn', 'forward'):
       at = span.group, span.index
-      turn = self._last_turn(span.kind, at)
-      done, self._described[at] = self._described.get(at, -1), turn
-      fields |= dict(turn=turn, scored=sum(sum(t.scored_mask) for i, t in self._turns.get(at, {}).items() if done < i <= turn))
+      done, self._described[at] = self._described.get(at, -1), span.turn
+      fields |= dict(scored=sum(sum(t.scored_mask) for i, t in self._turns.get(at, {}).items() if done < i <= span.turn))
     return dataclasses.replace(span, **fields)
-
-  def _last_turn(self, kind: str, at: _At) -> int:
-    """The last turn that could be worked on: every fixed one can run forward, those with all scores up to it be differentiated."""
-    scores = self._scores_s.get(at, {})
-
-    def known(index: int, turn: types.Turn) -> bool:
-      return kind == 'forward' or not turn.sampled.token_ids or all(index in scores.get(s, {}) for s in self._scorers)
-
-    ready = {i for i, turn in self._turns.get(at, {}).items() if known(i, turn)}
-    return next(i for i in range(len(ready) + 1) if i not in ready) - 1
 
   def _ready_s(self, span: types.Span) -> float:
     members = [(span.group, i) for i in span.members]
     match span.kind:
       case 'turn' | 'forward':
         at = span.group, span.index
-        last = self._last_turn(span.kind, at)
-        times = [t.request_end_s for i, t in self._turns.get(at, {}).items() if i <= last]
+        times = [t.request_end_s for i, t in self._turns.get(at, {}).items() if i <= span.turn]
         # Running forward takes the output heads of turns along that were scored by then.
-        times += [s for scores in self._scores_s.get(at, {}).values() for i, s in scores.items() if i <= last]
+        times += [s for scores in self._scores_s.get(at, {}).values() for i, s in scores.items() if i <= span.turn]
         return max(times, default=-1.0)
       case 'fold' if span.work == 'held':
         return self._latest(self._reward_s, members)

@@ -37,7 +37,7 @@ class Pair:
     return dataclasses.replace(self, sums=fold.fold_pair(self.kind, self.sums, tree, reward - self.centre))
 
   def add(self, other: 'Pair') -> 'Pair':
-    """Takes what another lane has summed."""
+    """Takes what another lane has summed, which is moved to where this is."""
     if self.sums is None or other.sums is None:
       return other if self.sums is None else self
     return dataclasses.replace(self, sums=tuple(fold.add(self.kind, a, b) for a, b in zip(self.sums, other.sums)))
@@ -127,6 +127,10 @@ class Statistics(abc.ABC):
     """What is the group's own, which closes; None if nothing is."""
     return self._groups.pop(group, None)
 
+  def take(self, group: int, sums: Pair | ByReward) -> None:
+    """Adds what another lane has summed of a group; consumes what is there."""
+    self._groups[group] = self._groups.get(group, self._empty).add(sums)
+
   def _fold_group(self, group: int, tree: Any, reward: float) -> Pair | ByReward:
     self._groups[group] = self._groups.get(group, self._empty).fold(tree, reward)
     return self._groups[group]
@@ -140,8 +144,8 @@ class Statistics(abc.ABC):
     """(total + what the group's own sums add to it, adjoint of the prompt's boundary state); consumes `total`."""
 
   @abc.abstractmethod
-  def finish(self, others: Sequence['Statistics']) -> Pair | ByReward | None:
-    """What this lane and `others` hold for the batch as population; None if nothing."""
+  def pop_batch(self) -> Pair | ByReward | None:
+    """What the lane holds for the batch as population, which is gone then; None if nothing."""
 
 
 class GroupStatistics(Statistics):
@@ -155,8 +159,7 @@ class GroupStatistics(Statistics):
     total = sums.part('params').reduce(total, self._objective, population)
     return total, sums.part('boundary').value(self._objective, population, dtype)
 
-  def finish(self, others):
-    del others
+  def pop_batch(self):
     return None
 
 
@@ -175,21 +178,22 @@ class BatchStatistics(Statistics):
     sums.check(f'adjoint of group {group}')
     return total, sums.value(self._objective, population, dtype)
 
-  def finish(self, others):
-    everything = self._batch
-    for other in others:
-      everything = everything.add(other._batch)
-    self._batch = self._empty
+  def pop_batch(self):
+    everything, self._batch = self._batch, self._empty
     return everything if everything.sums else None
 
 
-def warm_up(objective: Objective, kind: str, gradient: Any, adjoint: Any, total: fold.Sum, dtype) -> tuple[fold.Sum, Any]:
-  """Runs what statistics run, at these shapes; consumes `total`."""
+def warm_up(objective: Objective, kind: str, gradient: Any, adjoint: Any, total: fold.Sum, dtype, several: bool = False) -> tuple[fold.Sum, Any]:
+  """Runs what statistics run, at these shapes, between `several` lanes too; consumes `total`."""
   made, population = of(objective, kind, 0.0), (0.0, 1.0)
   for reward in population:
     made.fold(0, gradient, adjoint, reward)
+  if several:
+    other = of(objective, kind, 0.0)
+    other.fold(0, gradient, adjoint, population[0])
+    made.take(0, other.pop(0))
   total, boundary = made.close(0, made.pop(0), total, population, dtype)
-  late = made.finish([])
+  late = made.pop_batch()
   return (late.reduce(total, objective, population) if late else total), boundary
 
 

@@ -62,20 +62,23 @@ class TurnTrajectories(open_trajectories.OpenTrajectories):
     super().__init__(functions, buckets, max_tokens, teacher)
     self._units = unit_passes(functions.terms, teacher)
 
-  def _steps(self, at):
-    return self._running[at].scored(self._scorers)
+  def _steps(self, known):
+    return known.scored(self._scorers)
 
-  def advance(self, params, before, prompt, at):
-    known, state = self._running[at], self._state(prompt, at)
+  def last_turn(self, known):
+    return known.scored(self._scorers) - 1
+
+  def advance(self, params, before, prompt, at, known):
+    state = self._state(prompt, at, known)
     first, done = state.memory.length, len(state.data)
     self._check_length(at, len(known.ids()))
-    for index in range(done, self._steps(at)):
+    for index in range(done, self._steps(known)):
       self._run(params, before, prompt, state, known.data(index, self._scorers))
     jax.block_until_ready((state.memory, [gradient for gradient, _ in state.sums.values()]))
     return int(state.memory.length - first)
 
-  def gradients(self, params, before, prompt, at, passes):
-    self.advance(params, before, prompt, at)
+  def gradients(self, params, before, prompt, at, known, passes):
+    self.advance(params, before, prompt, at, known)
     state = self._open.pop(at)
     units = [self._replayed(params, before, prompt, state, *state.sums.pop(unit)) for unit in self._units]
     log_probs, results = np.concatenate(state.log_probs)[None], []
@@ -115,10 +118,10 @@ class TurnTrajectories(open_trajectories.OpenTrajectories):
     past = next(n for n in self._pasts(prompt, self._capacity(prompt)) if n >= length)
     return llama.Boundary(*llama.resize(memory.state, past), jnp.int32(length))
 
-  def _state(self, prompt: llama.Boundary, at: open_trajectories.At) -> _Open:
+  def _state(self, prompt: llama.Boundary, at: open_trajectories.At, known: open_trajectories.Turns) -> _Open:
     """What has been done of this attempt; starts over where another attempt's turns were done."""
     state = self._open.get(at)
-    if state is None or not self._running[at].begins_with(state.data, self._scorers):
+    if state is None or not known.begins_with(state.data, self._scorers):
       state = self._open[at] = _Open(prompt)
     return state
 

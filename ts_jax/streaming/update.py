@@ -1,4 +1,4 @@
-"""One logical update: feeds rollout events to the scheduler, runs the lane, and hands the batch to the barrier."""
+"""One logical update: feeds rollout events to the scheduler, runs the lanes, and hands the batch to the barrier."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Callable, Iterable, Protocol, Sequence
 from ts_jax import types
 from ts_jax.kernels import fold
 from ts_jax.streaming import costs as costs_lib
+from ts_jax.streaming import executor
+from ts_jax.streaming import inputs as inputs_lib
 from ts_jax.streaming import lane as lane_lib
 from ts_jax.streaming import mismatch as mismatch_lib
 from ts_jax.streaming import release_trace
@@ -20,10 +22,17 @@ from ts_jax.streaming import staleness as staleness_lib
 
 
 class EventStream(Protocol):
-  """Where rollout events (and spans, only observed) come from: a `queue.Queue`, or anything that waits like one."""
+  """Where rollout events (and spans, only observed) come from, and what lanes have finished: a `queue.Queue`, or anything like one."""
 
-  def get(self, block: bool = True, timeout: float | None = None) -> types.RolloutEvent | types.Span:
-    ...
+  def get(self, block: bool = True, timeout: float | None = None) -> types.RolloutEvent | types.Span | executor.Finished:
+    """The next event, or what was `put`, once it is there.
+
+    Raises:
+      queue.Empty: nothing came within `timeout` seconds.
+    """
+
+  def put(self, item: executor.Finished) -> None:
+    """Lets `get` return `item`, behind the events that are there already; called from any thread."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +87,10 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
   Args:
     update: k.
     policy_version: version of `params`.
-    params: theta_k, read only.
+    params: theta_k, read only; whole, where each lane can have its own copy (see `layout`).
     plans: the update's groups, index order.
     events: rollout events of this update.
-    lanes: the learner lanes, by index; they run in turn.
+    lanes: the learner lanes, by index; they run at the same time where each has a device of its own, else in turn.
     policy: the schedule.
     lags: how far behind `policy_version` the version of a token may, and must, be.
     costs: what work takes, from earlier updates.
@@ -91,13 +100,16 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
   Raises:
     TsJaxError: the rollout side failed or stalled.
     PolicyVersionError: a trajectory with a token of another version arrived.
+    BaseException: what ended a lane's work.
   """
+  inputs = inputs_lib.Inputs(plans)
   for lane in lanes:
-    lane.begin(update, params, plans)
+    lane.begin(update, params, inputs)
   record = _Batch(update, policy_version, plans, lags)
   trace = release_trace.ReleaseTrace(update, policy_version, plans, policy.objective, time.time())
   state, assignments = scheduler.start(policy, [p.size for p in plans], len(lanes), costs=costs)
   spans: list[types.Span] = []
+  handed_over: dict[int, list[tuple[int, lane_lib.Parts]]] = {}  # by group, with the lane
   learner_end_s = time.time()
 
   def take(event: types.RolloutEvent | types.Span) -> list[scheduler.Assignment]:
@@ -105,7 +117,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
     observe(event)
     trace.take(event)
     issued = []
-    for scheduled in _translate(event, update, lanes, record, policy):
+    for scheduled in _translate(event, update, inputs, lanes[0], record, policy):
       state, more = scheduler.advance(state, scheduled)
       issued += more
     return issued
@@ -116,28 +128,36 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
       spans.append(span)
       observe(span)
 
-  while not state.closed or len(record.trajectories) < sum(p.size for p in plans):
-    if assignments:
-      assignment = assignments.pop()
-      done = lanes[assignment.lane].run(assignment.work)
-      keep(done)
-      # Everything that happened while the lane worked is known before it chooses again.
-      for event in _drain(events):
-        assignments += take(event)
-      state, more = scheduler.advance(state, scheduler.WorkDone(assignment.lane, assignment.work, _own_seconds(done)))
-      assignments += more
-      learner_end_s = time.time()
-    else:
+  with executor.Executor(update, lanes, events.put) as running:
+    while not state.closed or len(record.trajectories) < sum(p.size for p in plans):
+      for assignment in assignments:
+        work = assignment.work
+        parts = handed_over.pop(work.group, ()) if isinstance(work, scheduler.CloseGroup) else ()
+        running.submit(assignment, [part for _, part in sorted(parts, key=operator.itemgetter(0))])
       try:
-        assignments += take(events.get(timeout=stall_timeout_s))
+        event = events.get(timeout=stall_timeout_s)
       except queue.Empty:
+        assignments = []
+        if running.busy:
+          continue
         waiting = [(p.index, i) for p in plans for i in range(p.size) if (p.index, i) not in record.trajectories]
         raise types.TsJaxError(
             f'update {update}: nothing arrived from the rollout side for {stall_timeout_s:.0f} s; {len(waiting)} '
             f'trajectories have not finished, the first is {waiting[:1]}. See the engine log in the run directory; '
             'config.rollout.stall_timeout_s sets the limit') from None
-  keep(lanes[0].finish_statistics(lanes[1:], state.rewards))
-  keep(lanes[0].finish_shared_prefix(lanes[1:]))
+      if isinstance(event, executor.Finished):
+        result = running.take(event)
+        keep(result.spans)
+        if result.parts is not None:
+          handed_over.setdefault(event.assignment.work.group, []).append((event.assignment.lane, result.parts))
+        done = scheduler.WorkDone(event.assignment.lane, event.assignment.work, _own_seconds(result.spans))
+        state, assignments = scheduler.advance(state, done)
+        learner_end_s = time.time()
+      else:
+        assignments = take(event)
+  rest = [lane.rest() for lane in lanes]
+  keep(lanes[0].finish_statistics([r.statistics for r in rest if r.statistics is not None], state.rewards))
+  keep(lanes[0].finish_shared_prefix([r.adjoint for r in rest if r.adjoint is not None]))
   batch = record.complete()
   rollout_end_s = max(t.reward_s for t in batch.trajectories)
   learner_end_s = max([learner_end_s, rollout_end_s, *(s.end_s for s in spans)])
@@ -153,26 +173,20 @@ def _own_seconds(spans: Iterable[types.Span]) -> float:
   return sum(s.end_s - s.start_s for s in spans if s.kind not in ('prompt', 'fold', 'reduce'))
 
 
-def _drain(events: EventStream) -> Iterable[types.RolloutEvent | types.Span]:
-  while True:
-    try:
-      yield events.get(block=False)
-    except queue.Empty:
-      return
-
-
-def _translate(event: types.RolloutEvent | types.Span, update: int, lanes: Sequence[lane_lib.Lane], record: _Batch,
+def _translate(event: types.RolloutEvent | types.Span, update: int, inputs: inputs_lib.Inputs, lane: lane_lib.Lane, record: _Batch,
                policy: scheduler.Policy) -> list[scheduler.Event]:
-  """Rollout events as the scheduler's; hands what is fixed to the lanes on the way (any may come to own the group)."""
+  """Rollout events as the scheduler's; records what is fixed on the way, for whatever `lane` comes to work on it."""
   match event:
     case types.RolloutFailed():
       raise types.TsJaxError(f'update {event.update}: {event.message}')
     case types.TurnFixed() if policy.by_turns:
-      steps = [lane.fix_turn(event.group, event.index, event.turn) for lane in lanes]
-      return [scheduler.TurnReady(event.group, event.index, steps[0], lanes[0].early_tokens(event.group, event.index))]
+      at = event.group, event.index
+      inputs.fix_turn(at, event.turn)
+      return [scheduler.TurnReady(*at, lane.steps(*at), lane.early_tokens(*at))]
     case types.TurnScored() if policy.by_turns:
-      steps = [lane.score_turn(event.group, event.index, event.turn, event.log_probs, event.scorer) for lane in lanes]
-      return [scheduler.TurnReady(event.group, event.index, steps[0], lanes[0].early_tokens(event.group, event.index))]
+      at = event.group, event.index
+      inputs.score_turn(at, event.turn, event.log_probs, event.scorer)
+      return [scheduler.TurnReady(*at, lane.steps(*at), lane.early_tokens(*at))]
     case types.Span() | types.TurnFixed() | types.TurnScored():
       return []
   trajectory = event.trajectory
@@ -181,12 +195,13 @@ def _translate(event: types.RolloutEvent | types.Span, update: int, lanes: Seque
   at = (trajectory.group, trajectory.index)
   if isinstance(event, types.ContentFixed):
     record.lags.check(trajectory, record.version)
-    data = [lane.register(trajectory) for lane in lanes][0]
+    inputs.register(trajectory)
+    data = inputs.data[at]
     needed = ['teacher'] * policy.objective.needs_teacher + ['reference'] * ('reference' in policy.objective.terms.needs)
     for scorer in needed:
       if data.scored and getattr(data, f'{scorer}_log_probs') is None:
         raise types.TsJaxError(f'trajectory {trajectory.key} has no {scorer} log-probs, which the objective needs: was it recorded '
                                f'without a {scorer}?')
-    return [scheduler.ContentReady(*at, scored=data.scored, cost=lanes[0].cost(*at) if data.scored else 0)]
+    return [scheduler.ContentReady(*at, scored=data.scored, cost=lane.cost(*at) if data.scored else 0)]
   record.trajectories[at] = trajectory
   return [scheduler.RewardReady(*at, reward=trajectory.reward)] if policy.objective.needs_rewards else []

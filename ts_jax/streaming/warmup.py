@@ -31,7 +31,7 @@ def count(buckets: Buckets, prompt_tokens: Iterable[int], max_tokens: int, rows:
 def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *, prompt_tokens: Iterable[int],
             max_tokens: int, rows: Iterable[int], accumulator: str, shared_tokens: int = 0,
             objective: Objective = policy_gradient.PolicyGradient(), trajectories: OpenTrajectories | None = None,
-            advance: Callable[[int], None] = lambda _: None) -> None:
+            several: bool = False, advance: Callable[[int], None] = lambda _: None) -> None:
   """Runs each jitted learner function once per shape.
 
   Args:
@@ -45,6 +45,7 @@ def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *,
     shared_tokens: length of the shared prefix; 0 without one.
     objective: the lane's; its terms are the functions'.
     trajectories: the lane's, at granularities by turns.
+    several: there are other lanes, which may give it what they summed of its groups.
     advance: told the number of shapes finished.
   """
   root = functions.root()
@@ -64,8 +65,10 @@ def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *,
       advance(1)
     total = fold.fold(accumulator, fold.zeros(accumulator, result.gradient), result.gradient)
     if objective.needs_rewards:
-      jax.block_until_ready(statistics.warm_up(objective, accumulator, result.gradient, result.adjoint, total, boundary.dtype))
-    direct = fold.fold(accumulator, fold.zeros(accumulator, result.adjoint), result.adjoint)
+      jax.block_until_ready(statistics.warm_up(objective, accumulator, result.gradient, result.adjoint, total, boundary.dtype, several))
+    direct, *theirs = (fold.fold(accumulator, fold.zeros(accumulator, result.adjoint), result.adjoint) for _ in range(1 + several))
+    for other in theirs:
+      direct = fold.add(accumulator, direct, other)
     jax.block_until_ready(fold.value(accumulator, direct))
 
 
