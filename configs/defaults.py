@@ -131,5 +131,10 @@ def get_config() -> config_dict.ConfigDict:
           held_out_tasks=16,
           attempts=3,
       ),
+      distributed=config_dict.create(  # a learner of several processes: see `experiments.distributed`
+          processes=1,
+          process=0,  # this one; 0 samples, records and publishes
+          coordinator='',  # 'host:port' of process 0, free and reachable for the others
+      ),
       checkpoint=config_dict.create(every=10, keep=2, export=True),
   )

@@ -109,7 +109,7 @@ def lane(config, student: wiring.Student, trajectories: open_trajectories_lib.Op
 
 
 def devices(config) -> tuple[jax.Device | None, ...]:
-  """Where the lanes of this process compute; (None,) for one lane alone, which computes where its parameters are.
+  """Where the lanes of this process compute; (None,) for one lane in all, which computes where its parameters are.
 
   Raises:
     ConfigError: there are fewer devices than lanes.
@@ -120,7 +120,7 @@ def devices(config) -> tuple[jax.Device | None, ...]:
   if number > len(found):
     raise types.ConfigError(f'config.schedule.lanes={number} needs as many devices, JAX has {len(found)} of platform {found[0].platform!r} here: '
                             f'lower it, or on a CPU set JAX_NUM_CPU_DEVICES={number} in the environment, for virtual devices')
-  return (None,) if number == 1 else tuple(found[:number])
+  return (None,) if number == jax.process_count() == 1 else tuple(found[:number])
 
 
 def layout(config) -> Layout:
@@ -129,8 +129,9 @@ def layout(config) -> Layout:
   Raises:
     ConfigError: as `devices`.
   """
-  found = devices(config)
-  return Layout() if found == (None,) else Layout(found)
+  if devices(config) == (None,):
+    return Layout()
+  return Layout(tuple(d for p in range(jax.process_count()) for d in jax.local_devices(p)[:config.schedule.lanes]))
 
 
 def lanes(config, student: wiring.Student, policy: scheduler.Policy, max_tokens: int, shared: Sequence[int] = ()) -> list[lane_lib.Lane]:
@@ -146,8 +147,9 @@ def lanes(config, student: wiring.Student, policy: scheduler.Policy, max_tokens:
   Raises:
     ConfigError: as `devices`.
   """
-  return [lane(config, student, open_trajectories(config, student, max_tokens) if policy.by_turns else None, shared, index, device)
-          for index, device in enumerate(devices(config))]
+  first = jax.process_index() * config.schedule.lanes
+  return [lane(config, student, open_trajectories(config, student, max_tokens) if policy.by_turns else None, shared, first + i, device)
+          for i, device in enumerate(devices(config))]
 
 
 def policy(config) -> scheduler.Policy:

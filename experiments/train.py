@@ -25,6 +25,9 @@ _CONFIG = config_flags.DEFINE_config_file('config', None, 'What to run; see conf
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; made if needed, resumed if it holds this run.')
 flags.mark_flags_as_required(['config', 'workdir'])
 
+# What a resumed run may have other values of: no result depends on it beyond rounding, or only when a run stops.
+_MAY_CHANGE = ('mismatch.warn', 'mismatch.stop', 'schedule.lanes', 'distributed.processes', 'distributed.process', 'distributed.coordinator')
+
 
 def main() -> None:
   signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
@@ -46,6 +49,10 @@ def train(config, workdir: pathlib.Path) -> dict:
   learner_cores, engine_cores = wiring.split_cores(config)
   os.sched_setaffinity(0, learner_cores)
   try:
+    from experiments import distributed
+    distributed.start(config)
+    if config.distributed.process > 0:
+      return distributed.serve(config)
     with contextlib.ExitStack() as stack:
       return _train(config, workdir, wiring, engine_cores, everything, stack)
   finally:
@@ -53,11 +60,11 @@ def train(config, workdir: pathlib.Path) -> dict:
 
 
 def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.ExitStack) -> dict:
-  from experiments import engines as engines_lib, journal as journal_lib, learner, rollouts, schedules, trainer as trainer_lib
+  from experiments import distributed, engines as engines_lib, journal as journal_lib, learner, rollouts, schedules, trainer as trainer_lib
   from ts_jax.evaluation import attempts
   from ts_jax.models import weights
   from ts_jax.rollout import replay as replay_lib
-  from ts_jax.streaming import barrier, host_memory
+  from ts_jax.streaming import barrier, host_memory, layout as layout_lib
   from ts_jax.telemetry import checkpoints as checkpoints_lib, metrics, progress as progress_lib, report, rundir
 
   # ---- What could be wrong is checked first -------------------------------------------------------------------------
@@ -69,7 +76,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
                         for name in types.SCORERS)
   box = None if replaying else stack.enter_context(wiring.sandbox(config))
   run = stack.enter_context(rundir.RunDirectory(workdir))
-  resumed = run.open(config, may_change=('mismatch.warn', 'mismatch.stop'))
+  resumed = run.open(config, may_change=_MAY_CHANGE)
   tasks = None if replaying else wiring.load_tasks(config, workdir, student)
   recording = rundir.RunDirectory(config.rollout.replay) if replaying else None
   if not replaying and config.tasks.validate:
@@ -94,7 +101,10 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     print(f'publish   {engines.publisher.description}', file=sys.stderr)
     teachers, references = (stack.enter_context(engines_lib.teachers(config, found, run.logs, cache)) for found in (teacher, reference))
 
-  state, sampling = barrier.init(optimizer, student.params(), layout), None
+  others = stack.enter_context(distributed.others(config))
+  state, sampling = barrier.init(optimizer, student.params(), layout_lib.Layout() if others else layout), None
+  if others:  # what may be read from a checkpoint goes to all
+    state = barrier.on_host(state)
   checkpoints = checkpoints_lib.Checkpoints(run.checkpoints, config.checkpoint.keep)
   stack.callback(checkpoints.close)
   first = 0
@@ -126,7 +136,11 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
   else:
     prompts, longest = tasks.prompts.values(), learner.max_completion_tokens(config)
   policy = learner.with_memory(policy, config, student, longest)
-  lanes = learner.prepared_lanes(config, student, policy, layout.whole(state.params), prompts, longest)
+  if others:
+    others.tell('prepare', state, list(prompts), longest)
+    state = barrier.place(state, layout)
+  params = layout.whole(state.params)
+  lanes = [*learner.prepared_lanes(config, student, policy, params, prompts, longest), *others.lanes]
 
   progress = progress_lib.TrainProgress(config.updates, first)
   stack.callback(progress.close)
@@ -141,8 +155,8 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     for scorers in (teachers, references):
       scorers.wait_started()
     # A batch that was being sampled is finished at the parameters that it was begun with.
-    served, version = (state.params, first) if sampling is None else (sampling, first - 1)
-    engines.publisher.publish(layout.single(layout.whole(served)), student.config, version)
+    served, version = (params, first) if sampling is None else (layout.whole(sampling), first - 1)
+    engines.publisher.publish(layout.single(served), student.config, version)
     engines_lib.check_identity(config, student, engines, teachers, references)
     agents = wiring.agent_pool(config, student, box, engines.serving, arrivals.put,
                                {'teacher': teachers.serving, 'reference': references.serving})
@@ -169,8 +183,8 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
 
   trainer = stack.enter_context(trainer_lib.Trainer(
       config, optimizer, state, lanes, policy, rollout, arrivals, journal, first=first, limits=limits, layout=layout,
-      evaluate=evaluate, save=checkpoints.save, sampling=sampling))
-  del state, sampling
+      params=params, others=others, evaluate=evaluate, save=checkpoints.save, sampling=sampling))
+  del state, params, sampling
   if first == 0:
     evaluate(0)
   schedules.run(config, trainer, [group for groups in run.read_batches().values() for group in groups])

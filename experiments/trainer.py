@@ -11,7 +11,8 @@ import numpy as np
 
 from experiments import rollouts
 from ts_jax import types
-from ts_jax.streaming import barrier, costs, lane as lane_lib, layout as layout_lib, mismatch, scheduler, staleness, update as update_lib
+from ts_jax.streaming import barrier, costs, lane as lane_lib, layout as layout_lib, mismatch, remote, scheduler, staleness
+from ts_jax.streaming import update as update_lib
 from ts_jax.telemetry import checkpoints as checkpoints_lib, interruption
 
 
@@ -100,7 +101,8 @@ class Trainer:
 
   def __init__(self, config, optimizer: barrier.OptimizerConfig, state: barrier.LearnerState, lanes: Sequence[lane_lib.Lane],
                policy: scheduler.Policy, rollout: rollouts.Rollout, arrivals: rollouts.Arrivals, journal: Journal, *, first: int = 0,
-               updates: int = 0, limits: mismatch.Limits | None = None, layout: layout_lib.Layout = layout_lib.Layout(), evaluate: Callable[[int], None] = lambda update: None,
+               updates: int = 0, limits: mismatch.Limits | None = None, layout: layout_lib.Layout = layout_lib.Layout(),
+               params: Any = None, others: remote.Others = remote.Others(), evaluate: Callable[[int], None] = lambda update: None,
                save: Callable[[int, NamedTuple], None] = lambda update, state: None, sampling: Any = None):
     """Starts nothing.
 
@@ -117,6 +119,8 @@ class Trainer:
       updates: of the run; default `config.updates`.
       limits: of the mismatch between learner and sampler.
       layout: of the lanes.
+      params: those of `state`, whole, where they are there already.
+      others: processes of the learner beside this one; their lanes are among `lanes`.
       evaluate: called with the number of updates the policy has had, where one is due and the engines serve it.
       save: called with the next update and a state for a checkpoint.
       sampling: parameters that engines serve while the state is `first` (`async`, resumed); default those of `state`.
@@ -128,19 +132,25 @@ class Trainer:
     self._published = first if sampling is None else first - 1
     self._sampling, self._keeps_sampling = sampling, config.schedule.name == 'async'
     self._costs = costs.Costs()
-    self._layout, self.params = layout, layout.whole(state.params)
+    self._layout, self._others = layout, others
+    self.params = layout.whole(state.params) if params is None else params
     self._whole = True  # False while the barrier consumes the state
 
   def __enter__(self) -> 'Trainer':
     return self
 
   def __exit__(self, kind, value, traceback) -> None:
-    if kind is not None and self._whole and self.next_update > self.first:
+    if kind is not None and self._whole and self.next_update > self.first and not self._others.ended:
       self.save()
 
   def save(self) -> None:
     """Writes a checkpoint."""
-    self._save(self.next_update, self.state if self._sampling is None else Behind(*self.state, self._sampling))
+    state = self.state
+    if self._others:
+      self._others.tell('gather')
+      with self._others.together():
+        state = barrier.on_host(state, self._layout)
+    self._save(self.next_update, state if self._sampling is None else Behind(*state, self._sampling))
 
   def begin(self, update: int, plans: Sequence[types.GroupPlan]) -> None:
     """The learner is free for an update of as many trajectories as are planned: its time starts."""
@@ -181,12 +191,14 @@ class Trainer:
     with interruption.delayed():  # a step that was taken is recorded
       self._journal.phase('optimizer')
       barrier_s = time.time()
-      direction = barrier.reduce_lanes(self._config.schedule.accumulator, result.sums, result.normaliser, self._layout)
-      result = dataclasses.replace(result, sums=())  # two copies of the parameters' size
-      if planned:
-        self._journal.batch(update, planned)
-      norm = self._step(direction)
-      del direction
+      self._others.tell('step', result.normaliser)
+      with self._others.together():
+        direction = barrier.reduce_lanes(self._config.schedule.accumulator, result.sums, result.normaliser, self._layout)
+        result = dataclasses.replace(result, sums=())  # two copies of the parameters' size
+        if planned:
+          self._journal.batch(update, planned)
+        norm = self._step(direction)
+        del direction
       self.next_update = update + 1
       step_end_s = time.time()
       self._journal(types.Span('optimizer', barrier_s, step_end_s, update))
@@ -215,7 +227,7 @@ class Trainer:
 
   def _step(self, direction) -> float:
     if self._keeps_sampling:  # on the host: the step consumes the learner's own
-      self._sampling = jax.tree.map(lambda x: np.array(x, copy=True), self.params)
+      self._sampling = jax.tree.map(lambda x: np.array(x, copy=True), self._layout.single(self.params))
     self._whole, self.params = False, None
     self.state, norm = barrier.apply(self._optimizer, self.state, direction, self._layout)
     jax.block_until_ready(self.state.params)

@@ -63,7 +63,18 @@ class LearnerState(NamedTuple):
 
 def init(config: OptimizerConfig, params, layout: Layout = Layout()) -> LearnerState:
   """Version 0 at the given parameters, cut as the layout says."""
-  return LearnerState(layout.place(params), layout.place(config.build().init(params)), 0)
+  return place(LearnerState(params, config.build().init(params), 0), layout)
+
+
+def place(state: LearnerState, layout: Layout) -> LearnerState:
+  """A whole state, the same in every process, cut as the layout says."""
+  return LearnerState(layout.place(state.params), layout.place(state.opt_state), state.policy_version)
+
+
+def on_host(state: LearnerState, layout: Layout = Layout()) -> LearnerState:
+  """The whole state in host memory; all processes take part."""
+  bring = lambda x: np.asarray(layout_lib.local(layout.whole(x)))
+  return LearnerState(jax.tree.map(bring, state.params), jax.tree.map(bring, state.opt_state), state.policy_version)
 
 
 def reduce_lanes(kind: str, batches: Sequence[fold.Sum], normaliser: float = 1.0, layout: Layout = Layout()):

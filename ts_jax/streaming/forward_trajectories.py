@@ -112,8 +112,8 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
     state = self._open.pop(at)
     tokens = sources_lib.padded(state.inputs, self._buckets)
     if state.host is not None:
-      beside = state.kept.hidden
-      fetch = lambda x: jax.device_put(x[:, :, :tokens.shape[1]], beside.sharding if beside.committed else None)
+      hidden = state.kept.hidden
+      fetch = lambda x: jax.device_put(x[:, :, :tokens.shape[1]], hidden.sharding if hidden.committed else None)
       state.kept = state.kept.replace(values={n: fetch(x) for n, x in state.host.items()})
     if self._teacher:
       result = staged.complete(self._functions, params, state.kept, tokens, prompt, *state.head)

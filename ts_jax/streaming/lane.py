@@ -60,7 +60,16 @@ class Lane:
   Its prefix tree: what all prompts of the run begin with, the rest of each group's prompt, trajectories, and at granularity
   `turn` their turns.  A segment's backward pass runs once, after its last child; that of the shared prefix at the barrier,
   for all lanes together.
+
+  Attributes:
+    index: lane number.
+    device: where it computes; None: where the parameters are.
+    host: process that it is in, as process 0 sees it.
+    trajectories: what works on turns as they arrive, or None.
+    mismatch: of the update's sources so far.
   """
+
+  host = 0
 
   def __init__(self, index: int, functions: sources_lib.SourceFunctions, buckets: Buckets, *, accumulator: str,
                reward_centre: float, objective: Objective = policy_gradient.PolicyGradient(),

@@ -67,7 +67,7 @@ class Layout:
     return NamedSharding(self.mesh, PartitionSpec(None, *self.sharding(shape).spec))
 
   def place(self, tree: Tree) -> Tree:
-    """Cuts arrays that are whole, and the same in every process."""
+    """Cuts arrays that are whole, here or on the host, and the same in every process."""
     if not self.devices:
       return tree
     return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), self.sharding(np.shape(x)), np.asarray(x).__getitem__), tree)
@@ -97,7 +97,7 @@ def on(tree: Tree, device: jax.Device | None) -> Tree:
   def one(x):
     if device is None:
       return x
-    here = [s.data for s in x.addressable_shards if s.device == device and s.data.shape == x.shape]
+    here = [s.data for s in getattr(x, 'addressable_shards', ()) if s.device == device and s.data.shape == x.shape]
     return here[0] if here else jax.device_put(x, device)
 
   return jax.tree.map(one, tree)

@@ -41,7 +41,7 @@ class UpdateResult:
 
   Attributes:
     batch: the logical batch, complete.
-    sums: batch direction per lane, before `normaliser`.
+    sums: batch direction per lane of this process, before `normaliser`.
     normaliser: factor of the summed direction, known once every length is.
     spans: learner spans with readiness.
     mismatch: learner against sampler log-probs, of the sources that were computed.
@@ -164,8 +164,9 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
   tokens = sum(t.scored_tokens for t in batch.trajectories)
   mismatch = functools.reduce(operator.add, (lane.mismatch for lane in lanes))
   staleness = staleness_lib.Staleness.of(batch.trajectories, policy_version)
-  return UpdateResult(batch, tuple(lane.finish() for lane in lanes), policy.objective.normaliser(tokens), tuple(spans), mismatch,
-                      state.costs, staleness, state.skipped, state.wasted, rollout_end_s, learner_end_s)
+  sums = tuple(s for s in [lane.finish() for lane in lanes] if s is not None)  # a lane of another process leaves its own there
+  return UpdateResult(batch, sums, policy.objective.normaliser(tokens), tuple(spans), mismatch,
+                      staleness, state.skipped, state.wasted, rollout_end_s, learner_end_s)
 
 
 def _own_seconds(spans: Iterable[types.Span]) -> float:

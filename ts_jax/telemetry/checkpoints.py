@@ -17,7 +17,9 @@ class Checkpoints:
 
   def __init__(self, folder: str | pathlib.Path, keep: int = 2):
     """Args: the folder (made if needed) and how many checkpoints stay."""
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
+    alone = ocp.options.MultiprocessingOptions(primary_host=jax.process_index(), active_processes={jax.process_index()})
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False,
+                                           multiprocessing_options=alone if jax.process_count() > 1 else ocp.options.MultiprocessingOptions())
     self._manager = ocp.CheckpointManager(pathlib.Path(folder).resolve(), options=options)
 
   @property

@@ -1,0 +1,62 @@
+"""A learner of two processes on this machine: the bits of one, and an end for all when one ends."""
+
+import socket
+
+import pytest
+
+from configs import defaults
+from experiments import distributed, learner
+from tests.experiments.test_train import WAIT_S, final_bits, finished, recording, replay, wait_for  # noqa: F401: a fixture
+from ts_jax import types
+from ts_jax.telemetry import rundir
+
+
+def free_port() -> int:
+  with socket.socket() as listener:
+    listener.bind(('127.0.0.1', 0))
+    return listener.getsockname()[1]
+
+
+def begin_both(start, folder, *settings):
+  of = lambda process: (f'--config.distributed.coordinator=127.0.0.1:{port}', '--config.distributed.processes=2', f'--config.distributed.process={process}')
+  port = free_port()
+  return [start(folder, *settings, *of(process)) for process in range(2)]
+
+
+def test_two_processes_and_one_that_resumes_their_run_give_the_bits_of_one(recording, start, tmp_path):
+  settings = replay(recording, 'thundersync')
+  finished(start(tmp_path / 'one', *settings))
+  children = begin_both(start, tmp_path / 'two', *settings, '--config.updates=2')
+  outputs = [finished(child) for child in children]
+  assert '{"process": 1}' in outputs[1]
+  assert 'resuming  at update 2' in finished(start(tmp_path / 'two', *settings))
+  assert final_bits(tmp_path / 'two') == final_bits(tmp_path / 'one')
+  run = rundir.RunDirectory(tmp_path / 'two')
+  assert {s.lane for s in run.read_trace() if s.kind == 'source'} == {0, 1}
+
+
+@pytest.mark.parametrize('killed', [0, 1])
+def test_when_one_process_ends_the_other_says_so_and_ends(recording, start, tmp_path, killed):
+  children = begin_both(start, tmp_path, *replay(recording, 'thundersync', '--config.rollout.replay_scale=100.0'))
+  run = rundir.RunDirectory(tmp_path)
+  wait_for(lambda: any(s.kind == 'source' for s in run.read_trace()), children[0], 'the first source')
+  children[killed].kill()
+  output, _ = children[1 - killed].communicate(timeout=WAIT_S)
+  assert children[1 - killed].returncode not in (0, None)
+  assert f'process {killed} of the learner has ended' in output, output[-3000:]
+
+
+@pytest.mark.parametrize('changed, told', [
+    (dict(process=1), 'must be from 0 to below processes=1'), (dict(processes=2), 'must be host:port of process 0')], ids=str)
+def test_settings_that_do_not_go_together_are_refused(changed, told):
+  config = defaults.get_config()
+  config.distributed.update(changed)
+  with pytest.raises(types.ConfigError, match=told):
+    distributed.start(config)
+
+
+def test_more_lanes_than_devices_are_refused_with_the_remedy():
+  config = defaults.get_config()
+  config.schedule.lanes = 99
+  with pytest.raises(types.ConfigError, match='JAX_NUM_CPU_DEVICES=99'):
+    learner.devices(config)
