@@ -133,13 +133,7 @@ def main() -> None:
   if _FIGURE.value:
     figure = schedules.save(pathlib.Path(_FIGURE.value), [schedules.of_run(run) for run in runs])
     print(f'figure: {figure.resolve()}')
-  print(json.dumps(_rounded(result)))
-
-
-def _rounded(value):
-  if isinstance(value, dict):
-    return {k: _rounded(v) for k, v in value.items()}
-  return float(f'{value:.6g}') if isinstance(value, float) else value
+  print(json.dumps(cli.rounded(result)))
 
 
 if __name__ == '__main__':

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -91,6 +92,17 @@ def split_cores(config) -> tuple[tuple[int, ...], tuple[int, ...]]:
   half = max(1, len(usable) // 2)
   automatic = usable[:half], usable[-half:]
   return tuple(parse_cores(text, auto, usable) for text, auto in zip((config.learner.cores, config.rollout.cores), automatic))
+
+
+@contextlib.contextmanager
+def on_cores(cores: Sequence[int]):
+  """Threads and processes that this thread starts within run on `cores`."""
+  before = os.sched_getaffinity(0)
+  os.sched_setaffinity(0, cores)
+  try:
+    yield
+  finally:
+    os.sched_setaffinity(0, before)
 
 
 def parse_cores(text: str, automatic: Sequence[int], usable: Sequence[int]) -> tuple[int, ...]:
