@@ -60,11 +60,11 @@ def load_student(config) -> Student:
   return Student(folder, model, tokenizer, chat.ChatTemplate(tokenizer))
 
 
-def compile_cache() -> pathlib.Path:
-  """Switches on the persistent compilation cache of this process; returns its folder."""
+def compile_cache(least_s: float = 0.5) -> pathlib.Path:
+  """Switches on the persistent cache of this process for compilations of at least `least_s` seconds; returns its folder."""
   folder = pathlib.Path(os.environ.get('TS_JAX_CACHE', pathlib.Path.home() / '.cache' / 'ts_jax')) / 'compiled'
   jax.config.update('jax_compilation_cache_dir', str(folder))
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', least_s)
   return folder
 
 
