@@ -28,7 +28,7 @@ def get_config():
       turns=(2, 3, 4, 6, 8, 12, 20, 30, 40, 60), batch_of_turns=32,  # the paper's over 5, at 512 trajectories over 16
       ratios=(0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8),
       repetitions=2,
-      executed_every=1,  # every so-many-th cell is executed; the others are replays of workloads drawn from the calibrated model
+      executed_every=1,  # every so-many-th cell is executed (5 meets every ratio); the others replay workloads drawn from the calibrated model
       calibration_updates=4,  # of each objective and horizon, on traces of their own
       turn_tokens=32,  # mean tokens of a turn
       service_exponent=0.49,  # gamma: how turns lengthen with the time a trajectory takes

@@ -58,25 +58,35 @@ class Contenders:
     """
     self.names, self._student, self._max_staleness = tuple(names), student, max_staleness
     self._buckets, self._optimizer = learner.buckets(config), learner.optimizer(config)
-    prompts, made = set(map(tuple, prompts)), {}
+    prompts = set(map(tuple, prompts))
+    made: dict[bool, lane_lib.Lane] = {}  # those that do not stream have one kind of lane
     self._learners: dict[str, tuple[scheduler.Policy, lane_lib.Lane]] = {}
     for name in self.names:
       mine = with_schedule(config, name, max_staleness)
       schedules.max_staleness(mine)
       policy = learner.with_memory(learner.policy(mine), mine, student, max_tokens)
-      if policy not in made:
-        made[policy] = learner.prepared_lane(mine, student, policy, student.params(), prompts, max_tokens, f'compile {name}')
-      self._learners[name] = policy, made[policy]
+      streams = name == 'thundersync'
+      if streams not in made:
+        made[streams] = learner.prepared_lane(mine, student, policy, student.params(), prompts, max_tokens, f'compile {name}')
+      self._learners[name] = policy, made[streams]
 
   def sampled(self, config, name: str, tasks: wiring.TaskSets, folder: pathlib.Path,
               cores: Sequence[int]) -> tuple[step_figures.Figures, list[trainer_lib.Done]]:
-    """Runs `config.updates` updates on engines of their own; `cores` are those of engines, agents and tools."""
+    """Runs `config.updates` updates on engines of their own; `cores` are those of engines, agents and tools.
+
+    Raises:
+      ConfigError: the rewards left the learner nothing to do.
+    """
     run = lambda *args, updates: sampled_schedule.run(args[0], self._student, tasks, *args[1:], folder, cores, updates)
     return self._measured(config, name, run)
 
   def replayed(self, config, name: str, batches: Batches, scale: float,
                cores: Sequence[int]) -> tuple[step_figures.Figures, list[trainer_lib.Done]]:
-    """Runs recorded batches at `scale` times their recorded times, fed from `cores`."""
+    """Runs recorded batches at `scale` times their recorded times, fed from `cores`.
+
+    Raises:
+      ConfigError: the rewards left the learner nothing to do.
+    """
     run = lambda *args, updates: replayed_schedule.run(*args, batches, scale, cores, updates)
     return self._measured(config, name, run)
 
@@ -92,6 +102,9 @@ class Contenders:
     memory.reset_peak()
     updates = _Watched([lane])
     run(mine, [lane], policy, barrier.init(self._optimizer, self._student.params()), updates=updates)
+    if not any(d.result.spans for d in updates[1:]):
+      raise types.ConfigError(f'the learner had nothing to do under {name!r}: the rewards of every group were equal. Take a student that solves '
+                              'some of its tasks, more groups or trajectories in config.batch, or a term like config.objective.entropy')
     figures = step_figures.of(updates, lambda done: self._credited(config, done), peak_bytes=memory.peak_bytes(),
                               accumulator_bytes=updates.accumulator_bytes)
     return figures, list(updates)

@@ -42,6 +42,7 @@ flags.mark_flags_as_required(['config'])
 _NEAR = 1.15  # rollout and learner time are balanced within this factor
 _CLOSE = 1.07  # good enough to stop the search
 _WAVES = 2
+_MAY_CHANGE = ('updates', 'agent.concurrency')  # from one comparison in a folder to the next
 
 
 def with_objective(config, name: str):
@@ -118,7 +119,7 @@ def measure(config, folder: pathlib.Path, engine_cores: tuple[int, ...]) -> dict
   runs = {seed: rundir.RunDirectory(folder / f'{name}-{seed}') for seed in seeds(config)}
   for seed, run in runs.items():
     with run:  # that it may be written
-      run.open(with_seed(config, seed), may_change=('agent.concurrency',))
+      run.open(with_seed(config, seed), may_change=_MAY_CHANGE)
   contenders = _contenders(config, student, tasks.prompts.values(), learner.max_completion_tokens(config))
   place = tasks, folder / f'{name}-engines', engine_cores
   if _BALANCE.value:
@@ -145,7 +146,7 @@ def _contenders(config, student, prompts, max_tokens: int) -> contenders_lib.Con
 def _keep(run: rundir.RunDirectory, config, batches: contenders_lib.Batches) -> None:
   """Writes what was sampled, to be replayed again."""
   with run:
-    run.open(config, may_change=('agent.concurrency',))
+    run.open(config, may_change=_MAY_CHANGE)
     run.resume_at(0)
     for batch in batches:
       for trajectory in batch:

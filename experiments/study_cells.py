@@ -155,7 +155,7 @@ class Bench:
     wave_s = cell.ratio * self._study.capacity * found.service_s
     sync, stream = (self.run(name, batch, wave_s) for name in ('sync', _STREAM))
     service_s, took = _service_s(sync), [d.end_s - d.begin_s for d in (sync, stream)]
-    update = _update(stream, self._study.granularities[cell.objective])
+    update = _update(stream, cell.objective, self._study.granularities[cell.objective])
     traced = replay.replay(*release.recorded(update), lanes=1, rollout_s=update.rollout_s, suffix_s=update.suffix_s, sync_service_s=service_s)
     shape = waves.of_times(cell.batch, self._study.capacity, update.rollout_s, service_s, update.suffix_s)
     analytical = float(waves.speedup(law(found, self._study.group_size), shape))
@@ -202,9 +202,9 @@ def law(found: Calibration, group_size: int) -> law_lib.ReleaseLaw:
   return law_lib.ReleaseLaw(law_lib.Granularity(found.turn, found.closure, found.work), found.turns, group_size, found.exponent)
 
 
-def _update(done: trainer_lib.Done, granularity: str) -> release.Update:
+def _update(done: trainer_lib.Done, objective: str, granularity: str) -> release.Update:
   """What was executed, as `experiments.replay` sees a recorded update."""
-  return release.Update(done.update, granularity, granularity != 'forward', False, done.result.batch.trajectories, done.result.spans, {},
+  return release.Update(done.update, granularity, objective != 'opd', False, done.result.batch.trajectories, done.result.spans, {},
                         done.begin_s, done.result.rollout_end_s - done.begin_s, done.end_s - done.barrier_s, done.end_s - done.begin_s, 1)
 
 
@@ -216,12 +216,10 @@ def _by_trajectory(done: trainer_lib.Done) -> np.ndarray:
   """[trajectories] service of Sync; what belongs to a group is shared by its members."""
   trajectories = done.result.batch.trajectories
   sizes = np.bincount([t.group for t in trajectories])
-  service = np.array([1 / sizes[t.group] for t in trajectories])
-  shared = np.zeros(len(sizes))
-  own = {}
+  shared, own = np.zeros(len(sizes)), {}
   for s in done.result.spans:
     if s.kind in ('source', 'fold'):
       own[s.group, s.members[0]] = own.get((s.group, s.members[0]), 0.0) + s.end_s - s.start_s
     else:
-      shared[s.group] += s.end_s - s.start_s
-  return np.array([own[t.group, t.index] for t in trajectories]) + service * shared[[t.group for t in trajectories]]
+      shared[s.group] += (s.end_s - s.start_s) / sizes[s.group]
+  return np.array([own[t.group, t.index] + shared[t.group] for t in trajectories])

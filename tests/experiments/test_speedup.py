@@ -28,7 +28,7 @@ def speedup(student, workdir, *settings):
 
 def test_all_schedules_are_compared_on_engines_and_replayed_under_both_objectives(tiny_student, tmp_path):
   result = speedup(tiny_student, tmp_path, '--objectives=grpo,opd', '--updates=2', f'--config.teacher.source={tiny_student}', '--nobalance',
-                   '--config.schedule.granularity=forward', '--config.agent.concurrency=6')
+                   '--config.schedule.granularity=forward', '--config.agent.concurrency=6', '--config.objective.entropy=0.01')
   assert result.returncode == 0, result.stderr[-3000:]
   figures = json.loads(result.stdout.splitlines()[-1])
   assert set(figures) == {'grpo', 'opd'}
@@ -43,7 +43,7 @@ def test_all_schedules_are_compared_on_engines_and_replayed_under_both_objective
     batch = rundir.RunDirectory(tmp_path / f'{name}-42').read_trajectories(1)
     assert len(batch) == 12
   assert all(row['accumulator_bytes'] > 0 for row in figures['opd']['replayed'].values())  # nothing of it is skipped
-  again = speedup(tiny_student, tmp_path, f'--config.rollout.replay={tmp_path}/opd-42', '--updates=2', '--objectives=opd', '--schedules=sync,thundersync')
+  again = speedup(tiny_student, tmp_path, f'--config.rollout.replay={tmp_path}/opd-42', '--updates=2', '--objectives=opd', '--schedules=sync,thundersync', '--config.objective.entropy=0.01')
   assert again.returncode == 0, again.stderr[-3000:]
   found = json.loads(again.stdout.splitlines()[-1])['opd']
   assert set(found['replayed']) == {'sync', 'thundersync'} and 0.8 < found['rollout_over_learner'] < 1.25
