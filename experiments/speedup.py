@@ -30,7 +30,7 @@ from ts_jax.telemetry import rundir
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Model, tasks and batch sizes; see configs/.', lock_config=True)
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/speedup', 'Folder of tasks, logs, and the batches that Sync sampled.')
 _OBJECTIVES = flags.DEFINE_list('objectives', None, "Objectives to compare under; default: the config's.")
-_SCHEDULES = flags.DEFINE_list('schedules', schedules.NAMES, 'Schedules to compare; sync and thundersync among them.')
+_SCHEDULES = flags.DEFINE_list('schedules', list(schedules.NAMES), 'Schedules to compare; sync and thundersync among them.')
 _SEEDS = flags.DEFINE_list('seeds', None, "Seeds of tasks and sampling; default: the config's.")
 _ROUNDS = flags.DEFINE_integer('rounds', 1, 'Times each schedule runs for each seed.', lower_bound=1)
 _UPDATES = flags.DEFINE_integer('updates', 3, 'Consecutive updates of a run; the first is left out.', lower_bound=2)

@@ -131,7 +131,8 @@ class Bench:
   def calibrate(self, seed: int = 0) -> Calibration:
     """Runs updates of two waves under both schedules, with rollout about as long as learning."""
     rng, count = np.random.default_rng([seed, self._turns]), 2 * self._study.capacity
-    self.run('sync', self._draw(rng, count)[0], 0.0)  # settles caches
+    settling = self._draw(rng, count)[0]
+    self.run('sync', settling, 0.0)
     sync, finished, streamed = [], [], []
     for _ in range(self._study.calibration_updates):
       batch, times = self._draw(rng, count)
@@ -139,6 +140,7 @@ class Bench:
       finished.append(times)
     own = [_by_trajectory(done) for done in sync]
     service_s = float(np.mean(own))
+    self.run(_STREAM, settling, self._study.capacity * service_s)
     for done, times in zip(sync, finished):
       streamed.append(self.run(_STREAM, done.result.batch.trajectories, self._study.capacity * service_s))
     spans = [s for done in streamed for s in done.result.spans]
@@ -189,7 +191,7 @@ class Bench:
 
 def draw(cell: Cell, found: Calibration, study, rng: np.random.Generator) -> Result:
   """A cell that is not executed: the replay of a workload drawn from the calibrated law."""
-  release_law = law(found, study.group_size, cell.turns)
+  release_law = law(found, study.group_size)
   workload = sampling.sample(rng, release_law, cell.batch, study.capacity, cell.ratio)
   service_s, wave_s = float(workload.lane_service_s(1)[0]), cell.ratio * study.capacity * found.service_s
   traced = replay.replay(*jobs_lib.release(release_law.granularity, workload), suffix_s=found.suffix_s / wave_s, sync_service_s=service_s)
