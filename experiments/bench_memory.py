@@ -9,10 +9,7 @@ the schedule and `learner.kept_mb` permit.  Each granularity has a process of it
 
 from __future__ import annotations
 
-import ctypes
 import json
-import pathlib
-import re
 import subprocess
 import sys
 
@@ -34,7 +31,7 @@ flags.mark_flags_as_required(['config'])
 def measure(config, granularity: str) -> dict[str, float]:
   """Runs two updates; returns memory in MB: 'peak' of the second, and 'parameters'."""
   import jax
-  from experiments import learner, offline, synthetic, wiring
+  from experiments import learner, memory, offline, synthetic, wiring
   from ts_jax.streaming import barrier, lane as lane_lib
   wiring.compile_cache()
   config = config.copy_and_resolve_references()
@@ -52,26 +49,12 @@ def measure(config, granularity: str) -> dict[str, float]:
   trajectories = learner.open_trajectories(config, student, longest) if policy.by_turns else None
   lane = learner.lane(config, student, trajectories, lane_lib.shared_prefix([g.prompt_ids for g in batch.groups]))
   for _ in range(2):
-    _reset_peak()
+    memory.reset_peak()
     direction, _ = offline.batch_direction(batch, state.params, [lane], policy, accumulator)
     state, _ = barrier.apply(optimizer, state, direction)
     del direction
   jax.block_until_ready(state.params)
-  statistics = jax.local_devices()[0].memory_stats()  # None on a CPU, where device memory is the process's
-  peak = statistics['peak_bytes_in_use'] if statistics else _peak_bytes()
-  return {'peak': peak / 1e6, 'parameters': sum(x.nbytes for x in jax.tree.leaves(state.params)) / 1e6}
-
-
-def _reset_peak() -> None:
-  """Gives freed memory back and begins a new peak (Linux)."""
-  trim = getattr(ctypes.CDLL(None), 'malloc_trim', None)
-  if trim is not None:
-    trim(0)
-  pathlib.Path('/proc/self/clear_refs').write_text('5')
-
-
-def _peak_bytes() -> int:
-  return 1024 * int(re.search(r'VmHWM:\s+(\d+) kB', pathlib.Path('/proc/self/status').read_text())[1])
+  return {'peak': memory.peak_bytes() / 1e6, 'parameters': sum(x.nbytes for x in jax.tree.leaves(state.params)) / 1e6}
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Callable, Sequence
+from typing import Any, Callable, Sequence
 
 from absl import app, flags, logging
 
@@ -19,6 +19,13 @@ def _parse(argv: Sequence[str]):
       e = e.args[0]
     print(f'error: {e.args[0] if e.args else e}\nconfigs/defaults.py lists every setting', file=sys.stderr)
     sys.exit(1)
+
+
+def rounded(figures: Any, digits: int = 6) -> Any:
+  """Figures, nested in mappings, with `digits` significant digits."""
+  if isinstance(figures, dict):
+    return {k: rounded(v, digits) for k, v in figures.items()}
+  return float(f'{figures:.{digits}g}') if isinstance(figures, float) else figures
 
 
 def run(work: Callable[[], None]) -> None:

@@ -7,12 +7,14 @@ from typing import Mapping, Sequence
 
 import numpy as np
 
+from experiments import schedules
 from ts_jax import types
 from ts_jax.streaming import scheduler
 from ts_jax.telemetry import rundir, trace
 from ts_jax.theory import jobs as jobs_lib, release, replay
 
 _SOURCE_KINDS = ('source', 'turn', 'forward')
+_LEAST_WAIT_S = 1e-3  # a replay needs a rollout; a batch that was sampled ahead may have nothing left to wait for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Update:
     suffix_s: P: what follows the last group's work, up to the last acknowledgement.
     step_s: measured wall time, None where it was not recorded.
     lanes: number of learner lanes.
+    ahead: its schedule sampled ahead of the learner: the update starts where the learner is free, and R is what was left to wait for.
   """
 
   number: int
@@ -59,6 +62,7 @@ class Update:
   suffix_s: float
   step_s: float | None
   lanes: int
+  ahead: bool = False
 
   def since(self, at_s: float) -> float:
     """Seconds after the start, within the rollout window."""
@@ -76,50 +80,58 @@ class Update:
 
 
 def updates(run: rundir.RunDirectory) -> list[Update]:
-  """The updates of a run directory that are complete in its trace.
+  """The updates of a run directory that are complete in its trace; of a schedule that samples ahead, those with a record of their step.
 
   Raises:
-    ConfigError: not a run of a schedule without staleness, or nothing in it is complete.
+    ConfigError: nothing in it is complete.
   """
   config, traced = run.read_config(), trace.by_update(run.read_trace())
   schedule, objective = config['schedule'], config['objective']
-  if schedule['name'] not in ('sync', 'thundersync'):
-    raise types.ConfigError(f"{run.path} is a run of schedule {schedule['name']!r}: Equation 14 describes updates that sample and learn at "
-                            'one policy; replay runs of sync or thundersync')
-  granularity = 'batch' if schedule['name'] == 'sync' else schedule['granularity']
+  ahead = schedule['name'] in schedules.STALE
+  granularity = schedule['granularity'] if schedule['name'] == 'thundersync' else 'batch'
   needs_rewards = objective['name'] != 'opd'
   skips = needs_rewards and objective.get('baseline', 'group') == 'group' and not objective.get('kl') and not objective.get('entropy')
   measured = {r['update']: r for r in run.read_metrics() if r['kind'] == 'update'}
   found = []
-  for number in run.updates_with_trajectories():
-    trajectories, spans = run.read_trajectories(number), traced.get(number, [])
+  for number, trajectories in _batches(run).items():
+    spans = traced.get(number, [])
     kinds = {s.kind for s in spans}
-    if not kinds.issuperset(trace.BARRIER) or not kinds.intersection(trace.LEARNER):
+    if not kinds.issuperset(trace.BARRIER) or not kinds.intersection(trace.LEARNER) or (ahead and number not in measured):
       continue  # interrupted, or without learner work
     if any(s.kind == 'prompt' and not s.work for s in spans):
       raise types.ConfigError(f"{run.path} has a trace of an earlier version, which does not tell a prompt's passes apart: run it again")
-    found.append(_update(number, granularity, needs_rewards, skips, trajectories, spans, measured.get(number)))
+    found.append(_update(number, granularity, needs_rewards, skips, trajectories, spans, measured.get(number), ahead))
   if not found:
     raise types.ConfigError(f'{run.path} has no complete update in its trace: let the run take at least one optimizer step')
   return found
 
 
+def _batches(run: rundir.RunDirectory) -> dict[int, list[types.Trajectory]]:
+  """Trajectories by the update that trained them, with the group numbers they had in it."""
+  planned = {number: run.read_trajectories(number) for number in run.updates_with_trajectories()}
+  composed = run.read_batches()
+  if not composed:
+    return planned
+  return {number: [dataclasses.replace(t, update=number, group=i) for i, (update, group) in enumerate(groups)
+                   for t in planned.get(update, ()) if t.group == group] for number, groups in sorted(composed.items())}
+
+
 def _update(number: int, granularity: str, needs_rewards: bool, skips: bool, trajectories: Sequence[types.Trajectory],
-            spans: Sequence[types.Span], record: Mapping | None) -> Update:
+            spans: Sequence[types.Span], record: Mapping | None, ahead: bool) -> Update:
   if record is not None:
     start_s = record['time_s'] - record['step_s']
   else:
     start_s = min([t.start_s for t in trajectories] + [s.start_s for s in spans])
   barrier = [s for s in spans if s.kind in trace.BARRIER or (s.group < 0 and (s.kind == 'reduce' or s.work == 'backward'))]
   learner = tuple(s for s in spans if s.kind in trace.LEARNER and s not in barrier)
-  rollout_s = max(t.reward_s for t in trajectories) - start_s
+  rollout_s = max(max(t.reward_s for t in trajectories) - start_s, _LEAST_WAIT_S if ahead else 0.0)
   scored_s: dict[tuple[int, int, int], float] = {}
   for s in spans:
     if s.kind in types.SCORERS:
       at = s.group, s.index, s.turn
       scored_s[at] = max(s.end_s, scored_s.get(at, s.end_s))
   return Update(number, granularity, needs_rewards, skips, tuple(trajectories), learner, scored_s, start_s, rollout_s,
-                sum(s.end_s - s.start_s for s in barrier), record and record['step_s'], 1 + max(s.lane for s in learner))
+                sum(s.end_s - s.start_s for s in barrier), record and record['step_s'], 1 + max(s.lane for s in learner), ahead)
 
 
 def recorded(update: Update) -> jobs_lib.Jobs:
@@ -217,7 +229,15 @@ def sync_service_s(update: Update, shares: Mapping[str, Shares]) -> np.ndarray:
 
 
 def predict(update: Update, granularity: str, shares: Mapping[str, Shares]) -> replay.Replay:
-  """The update replayed at a granularity (Equation 14, lane by lane), beside the Sync that does the cheapest pass."""
+  """The update replayed at a granularity (Equation 14, lane by lane), beside the Sync that does the cheapest pass.
+
+  Raises:
+    ConfigError: as `jobs`; or another granularity than its own of an update that was sampled ahead: what would have been sampled
+      then, and at which version, is not in its trace.
+  """
+  if update.ahead and granularity != update.granularity:
+    raise types.ConfigError(f'granularity {granularity!r} of a schedule that samples ahead is no replay of its trace, in which updates overlap: '
+                            'leave --granularities out, or take runs of sync or thundersync')
   return replay.replay(*jobs(update, granularity, shares), lanes=update.lanes, rollout_s=update.rollout_s, suffix_s=update.suffix_s,
                        sync_service_s=sync_service_s(update, shares))
 

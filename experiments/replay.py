@@ -5,7 +5,8 @@
 
 R, P and the service of each source are a run's own; what changes is when work is released.  Speedups are over the Sync that does one
 full pass over each trajectory and skips groups without a reward difference.  A run's own granularity (marked *) has its measured
-step beside it: the difference is what the runtime adds to its trace (d of Equation 29).  `turn` and `forward` need the share
+step beside it: the difference is what the runtime adds to its trace (d of Equation 29).  Of `async` and `fully_async` runs, whose
+updates overlap, only that difference is told: R is what the learner, once free, still waited for.  `turn` and `forward` need the share
 of service that they do early, from `experiments.bench_granularity` or from a run recorded at them.  `--figure` draws the runs'
 timelines under each other, as Figure 3 does.  `--peak_flops_per_s` adds active MFU by the operator ledger.  Ends with one JSON
 object, by run.
@@ -53,7 +54,7 @@ def predictions(updates: Sequence[release.Update], costs: Mapping[str, release.S
   """Means over updates, by granularity."""
   own = updates[0].granularity
   known = [g for g in scheduler.GRANULARITIES if g not in _SHARES or g in costs or g == own]
-  names = _GRANULARITIES.value or known + [own] * (own not in known)
+  names = _GRANULARITIES.value or [own] * updates[0].ahead or known + [own] * (own not in known)
   table = {}
   for name in names:
     found = [release.predict(u, name, costs) for u in updates]
@@ -111,7 +112,9 @@ def print_table(path: str, updates: Sequence[release.Update], table: Mapping[str
     print(f'{name + " *" * (name == own):13}{row["service_s"]:10.2f}{row["step_s"]:9.2f}{row["tail_s"]:9.2f}{row["speedup"]:9.3f}'
           f'{row["bound"]:8.3f}{beside}')
   left = [g for g in _SHARES if g not in table]
-  if left:
+  if first.ahead:
+    print('sampled ahead: R is what was left to wait for, and there is no speedup over a Sync to tell')
+  elif left:
     print(f'left out: {" and ".join(left)}, whose share of early service is not known: {" ".join(f"--{g}_share" for g in left)}')
   print()
 
@@ -134,13 +137,7 @@ def main() -> None:
   if _FIGURE.value:
     figure = schedules.save(pathlib.Path(_FIGURE.value), [schedules.of_run(run) for run in runs])
     print(f'figure: {figure.resolve()}')
-  print(json.dumps(_rounded(result)))
-
-
-def _rounded(value):
-  if isinstance(value, dict):
-    return {k: _rounded(v) for k, v in value.items()}
-  return float(f'{value:.6g}') if isinstance(value, float) else value
+  print(json.dumps(cli.rounded(result)))
 
 
 if __name__ == '__main__':

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Sequence
 
-from experiments import learner, rollouts, schedules, trainer as trainer_lib
+from experiments import learner, rollouts, schedules, trainer as trainer_lib, wiring
 from ts_jax import types
 from ts_jax.rollout import replay as replay_lib
 from ts_jax.streaming import barrier, lane as lane_lib, scheduler
@@ -32,8 +33,22 @@ class Updates(list[trainer_lib.Done]):
   trained = list.append
 
 
+class _OnCores(rollouts.Replayed):
+  """Feeds from a thread on cores of its own, as real rollouts have."""
+
+  def __init__(self, cores: Sequence[int], *args):
+    super().__init__(*args)
+    self._cores = cores
+
+  def submit(self, *args, **kwargs) -> None:
+    """See `rollouts.Rollout`."""
+    with wiring.on_cores(self._cores):
+      super().submit(*args, **kwargs)
+
+
 def run(config, lanes: Sequence[lane_lib.Lane], policy: scheduler.Policy, state: barrier.LearnerState,
-        batches: Sequence[Sequence[types.Trajectory]], scale: float = 1.0) -> tuple[barrier.LearnerState, list[trainer_lib.Done]]:
+        batches: Sequence[Sequence[types.Trajectory]], scale: float = 1.0, cores: Sequence[int] | None = None,
+        updates: Updates | None = None) -> tuple[barrier.LearnerState, list[trainer_lib.Done]]:
   """Trains on each batch once, from whatever parameters there are, which count as version 0.
 
   Args:
@@ -42,15 +57,18 @@ def run(config, lanes: Sequence[lane_lib.Lane], policy: scheduler.Policy, state:
     state: cut as `learner.layout` says; consumed.
     batches: recorded trajectories, one batch per update.
     scale: multiplies recorded times.
+    cores: that events are fed from; default those of this thread.
+    updates: is told of everything; default one that keeps what was done.
 
   Returns:
     (state behind the last update, what each update did when).
   """
-  updates = Updates()
+  updates = Updates() if updates is None else updates
   arrivals = rollouts.Arrivals(updates, config.rollout.stall_timeout_s)
   replayer = replay_lib.Replayer(arrivals.put, scale, arrivals.put)
   trainer = trainer_lib.Trainer(config, learner.optimizer(config), state._replace(policy_version=0), lanes, policy,
-                                rollouts.Replayed(replayer, batches.__getitem__), arrivals, updates, updates=len(batches), layout=learner.layout(config))
+                                _OnCores(cores or os.sched_getaffinity(0), replayer, batches.__getitem__), arrivals, updates, updates=len(batches),
+                                layout=learner.layout(config))
   with contextlib.closing(replayer):
     schedules.run(config, trainer)
   return trainer.state, list(updates)

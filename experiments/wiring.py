@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -59,11 +60,11 @@ def load_student(config) -> Student:
   return Student(folder, model, tokenizer, chat.ChatTemplate(tokenizer))
 
 
-def compile_cache() -> pathlib.Path:
-  """Switches on the persistent compilation cache of this process; returns its folder."""
+def compile_cache(least_s: float = 0.5) -> pathlib.Path:
+  """Switches on the persistent cache of this process for compilations of at least `least_s` seconds; returns its folder."""
   folder = pathlib.Path(os.environ.get('TS_JAX_CACHE', pathlib.Path.home() / '.cache' / 'ts_jax')) / 'compiled'
   jax.config.update('jax_compilation_cache_dir', str(folder))
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', least_s)
   return folder
 
 
@@ -91,6 +92,17 @@ def split_cores(config) -> tuple[tuple[int, ...], tuple[int, ...]]:
   half = max(1, len(usable) // 2)
   automatic = usable[:half], usable[-half:]
   return tuple(parse_cores(text, auto, usable) for text, auto in zip((config.learner.cores, config.rollout.cores), automatic))
+
+
+@contextlib.contextmanager
+def on_cores(cores: Sequence[int]):
+  """Threads and processes that this thread starts within run on `cores`."""
+  before = os.sched_getaffinity(0)
+  os.sched_setaffinity(0, cores)
+  try:
+    yield
+  finally:
+    os.sched_setaffinity(0, before)
 
 
 def parse_cores(text: str, automatic: Sequence[int], usable: Sequence[int]) -> tuple[int, ...]:

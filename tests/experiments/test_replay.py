@@ -1,5 +1,6 @@
 """Recorded runs replayed: own granularity against the measured step, others from the same service, timelines side by side."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -110,9 +111,32 @@ def test_turns_wait_for_their_scores(tmp_path):
   assert update.closed_s(0) == 9 and not update.dropped(1)
 
 
+def test_a_run_that_samples_ahead_is_replayed_from_where_its_learner_was_free(tmp_path):
+  # The learner is free at 8, waits for the last reward at 10, works up to 16, and P is 1.5.
+  run = write_run(tmp_path / 'async', SYNC, 'async', end_s=16, measured_s=None)
+  fields = {f: None for f in metrics.UpdateRecord.__dataclass_fields__}
+  with run:
+    run.open(run.read_config())
+    run.append_metrics({**fields, 'kind': 'update', 'update': 0, 'step_s': 10.0, 'time_s': T0 + 18})
+  update, = release.updates(run)
+  assert update.ahead and update.granularity == 'batch' and update.rollout_s == 2 and release.predict(update, 'batch', {}).step_s == 2 + 6 + 1.5
+  # fully_async: its second update takes a group that was planned for the first, as its group 0.
+  other = write_run(tmp_path / 'fully_async', (), 'fully_async')
+  with other:
+    other.open(other.read_config())
+    other.append_batch(1, [(0, 1)])
+    for span in (*source(12, 14, 0, 0, 6), learner('optimizer', 14, 15, -1), learner('publish', 15, 15.5, -1)):
+      other.append_span(dataclasses.replace(span, update=1))
+    other.append_metrics({**fields, 'kind': 'update', 'update': 1, 'step_s': 4.0, 'time_s': T0 + 16})
+  update, = release.updates(other)
+  assert [(t.update, t.group, t.reward) for t in update.trajectories] == [(1, 0, 0.5)] * 2 and update.rollout_s < 0.01
+  assert release.predict(update, 'batch', {}).step_s == pytest.approx(2 + 1.5, abs=0.01)
+
+
 def test_what_cannot_be_replayed_is_refused(tmp_path):
-  with pytest.raises(types.ConfigError, match="schedule 'async'"):
-    release.updates(write_run(tmp_path / 'async', STREAMED, 'async'))
+  update, = release.updates(write_run(tmp_path / 'async', SYNC, 'async', end_s=16))
+  with pytest.raises(types.ConfigError, match='samples ahead'):
+    release.predict(update, 'trajectory', {})
   with pytest.raises(types.ConfigError, match='earlier version'):
     release.updates(write_run(tmp_path / 'old', (learner('prompt', 0, 1, 0, ready=0), *STREAMED)))
   with rundir.RunDirectory(tmp_path / 'empty') as run:

@@ -13,6 +13,7 @@ from typing import Callable, NamedTuple, Sequence
 from ts_jax import types
 
 EmitEvent = Callable[[types.RolloutEvent], None]
+_TURN_TIMES = ('request_start_s', 'request_end_s', 'tool_start_s', 'tool_end_s')
 
 
 class Moment(NamedTuple):
@@ -58,6 +59,17 @@ def renamed(trajectory: types.Trajectory, update: int, policy_version: int) -> t
   """A recorded trajectory as one of `update`, with every token sampled from `policy_version`."""
   turns = tuple(dataclasses.replace(t, sampled=of_version(t.sampled, policy_version)) for t in trajectory.turns)
   return dataclasses.replace(trajectory, update=update, policy_version=policy_version, turns=turns)
+
+
+def scaled(trajectories: Sequence[types.Trajectory], scale: float) -> list[types.Trajectory]:
+  """Recorded trajectories of one update with every time after its start multiplied by `scale`."""
+  origin = min(t.start_s for t in trajectories)
+  moved = lambda record, names: {name: origin + (getattr(record, name) - origin) * scale for name in names}
+  found = []
+  for t in trajectories:
+    turns = tuple(dataclasses.replace(u, **moved(u, _TURN_TIMES)) for u in t.turns)
+    found.append(dataclasses.replace(t, turns=turns, **moved(t, ('start_s', 'content_s', 'reward_s'))))
+  return found
 
 
 def of_version(sampled: types.SampledTokens, version: int) -> types.SampledTokens:
