@@ -69,8 +69,9 @@ def run(config, student: wiring.Student, tasks: wiring.TaskSets, lanes: Sequence
   updates = replayed_schedule.Updates() if updates is None else updates
   arrivals = rollouts.Arrivals(updates, config.rollout.stall_timeout_s)
   state = state._replace(policy_version=0)
-  with rollout_side(config, student, tasks, state.params, folder, cores, arrivals) as rollout:
+  layout = learner.layout(config)
+  with rollout_side(config, student, tasks, layout.single(layout.whole(state.params)), folder, cores, arrivals) as rollout:
     trainer = trainer_lib.Trainer(config, learner.optimizer(config), state, lanes, policy, rollout, arrivals, updates,
-                                  limits=learner.mismatch_limits(config))
+                                  limits=learner.mismatch_limits(config), layout=layout)
     schedules.run(config, trainer)
   return trainer.state, list(updates)

@@ -165,7 +165,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
   mismatch = functools.reduce(operator.add, (lane.mismatch for lane in lanes))
   staleness = staleness_lib.Staleness.of(batch.trajectories, policy_version)
   sums = tuple(s for s in [lane.finish() for lane in lanes] if s is not None)  # a lane of another process leaves its own there
-  return UpdateResult(batch, sums, policy.objective.normaliser(tokens), tuple(spans), mismatch,
+  return UpdateResult(batch, sums, policy.objective.normaliser(tokens), tuple(spans), mismatch, state.costs,
                       staleness, state.skipped, state.wasted, rollout_end_s, learner_end_s)
 
 
