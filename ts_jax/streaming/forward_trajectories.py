@@ -57,15 +57,12 @@ class ForwardTrajectories(open_trajectories.OpenTrajectories):
       functions, buckets, max_tokens, teacher: as there.
       keep: see `models.staged`.
       on_device: trajectories that keep values on the device, None for all.
-      elastic: turns that are there run forward together, which pads them less; trajectories of which none did are left to one pass.
+      elastic: turns that are there run forward together, which pads them less.
     """
     super().__init__(functions, buckets, max_tokens, teacher)
     self._keep, self._piece, self._on_device, self._elastic = keep, _piece(buckets), on_device, elastic
     self._room = room(buckets, max_tokens)
     self.leaves_some_whole = elastic
-
-  def whole(self, at):
-    return self._elastic and at not in self._open
 
   def _steps(self, known):
     return len(known.turns) + (known.scored(self._scorers) if self._teacher else 0)

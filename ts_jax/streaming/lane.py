@@ -245,7 +245,7 @@ class Lane:
                 members=work.indices, work=work.service.name.lower()):
       if any((work.group, i) in self._inputs.trees for i in work.indices):
         results = [self._with_branches(work, w, u) for w, u in passes]
-      elif self.trajectories is None or all(self.trajectories.whole((work.group, i)) for i in work.indices):
+      elif work.whole:
         batches = [sources_lib.pack(before, data, w, self._buckets, self._objective.needs_teacher, terms, u) for w, u in passes]
         results = [self._functions.source_gradient(self._params, boundary, batch) for batch in batches]
       else:

@@ -99,7 +99,7 @@ class OpenTrajectories(abc.ABC):
   Attributes:
     span_kind: what early work is in traces.
     max_tokens: longest completion there is room for.
-    leaves_some_whole: `whole` may be true.
+    leaves_some_whole: some completed trajectories are differentiated in one pass, as if no turn of them had been known before.
   """
 
   span_kind: str
@@ -131,11 +131,6 @@ class OpenTrajectories(abc.ABC):
     """Forgets a closed group's trajectories."""
     for at in [at for at in self._open if at[0] == group]:
       del self._open[at]
-
-  def whole(self, at: At) -> bool:
-    """A completed trajectory is to be differentiated in one pass, as if no turn of it had been known before."""
-    del at
-    return False
 
   def tokens(self, known: Turns) -> int:
     """Tokens that `steps` are about; those that a scorer's scores make a second step of count half each time."""

@@ -165,13 +165,17 @@ class TurnWork:
 
 @dataclasses.dataclass(frozen=True)
 class SourceWork:
-  """Differentiate sources.  FINAL with `coefficients`: fold into the batch; otherwise into the group's statistics."""
+  """Differentiate sources.  FINAL with `coefficients`: fold into the batch; otherwise into the group's statistics.
+
+  `whole`: in one pass; otherwise (by turns) go on with what was done of their turns before, or begin now.
+  """
 
   group: int
   indices: tuple[int, ...]
   service: Service
   coefficients: tuple[float, ...] | None = None
   reward: float | None = None
+  whole: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -508,7 +512,7 @@ class State:
         self.costs = self.costs.observe('early', self.policy.piece(work.tokens - group.sources[work.index].worked_tokens), seconds)
       case SourceWork() if len(work.indices) == 1:
         source = group.sources[work.indices[0]]
-        if not source.worked:
+        if work.whole:
           self.costs = self.costs.observe('whole', source.cost, seconds)
         else:  # what had not run forward did first
           rest = self.costs.predict('early', self.policy.piece(max(source.tokens - source.worked_tokens, 0)))
@@ -729,6 +733,7 @@ class State:
   def _start(self, lane: _LaneState, group: GroupState, index: int, service: Service, direct: bool) -> SourceWork:
     """Takes ready sources into a lane."""
     indices = self._pack(group, index) if direct and lane.number == group.lane else (index,)
+    whole = len(indices) > 1 or self._in_one_pass(group.sources[index])
     for i in indices:
       source = group.sources[i]
       source.status = Status.IN_LANE
@@ -737,10 +742,20 @@ class State:
     group.touched = True
     group.prompt_started |= lane.number == group.lane
     if direct:
-      return SourceWork(group.number, indices, service, coefficients=tuple(group.coefficients[i] for i in indices))
+      return SourceWork(group.number, indices, service, coefficients=tuple(group.coefficients[i] for i in indices), whole=whole)
     reward = group.sources[index].reward
     self._add_sum(lane, group, reward)
-    return SourceWork(group.number, indices, service, reward=reward)
+    return SourceWork(group.number, indices, service, reward=reward, whole=whole)
+
+  def _in_one_pass(self, source: Source) -> bool:
+    """A completed source by itself is differentiated in one pass."""
+    if not self._elastic:
+      return not self.policy.by_turns
+    if source.worked or not source.tokens:
+      return not source.worked
+    # Running it forward in pieces may save more padding than it costs.
+    pieces = self.costs.predict('early', self.policy.piece(source.tokens)) + self.costs.predict('late', source.cost)
+    return self.costs.predict('whole', source.cost) <= pieces
 
   def _pack(self, group: GroupState, first: int) -> tuple[int, ...]:
     """The largest permitted pack around `first` whose padding stays within `pack_waste`."""

@@ -190,6 +190,6 @@ class _Simulation:
     padded = max(service.pad(self._of[at].tokens) for at in members)
     if self._policy.granularity == 'turn':
       return service.turn_early * self._advance(members[0], len(self._of[members[0]].turns)) + service.turn_late * padded
-    if self._policy.granularity == 'forward' or self._worked.get(members[0]):
+    if not work.whole:
       return service.early * self._advance(members[0], len(self._of[members[0]].turns)) + service.late * padded
     return service.whole * padded * len(members) * service.packed.get(len(members), 1.0)
