@@ -50,7 +50,8 @@ def run(config, lanes: Sequence[lane_lib.Lane], policy: scheduler.Policy, state:
   arrivals = rollouts.Arrivals(updates, config.rollout.stall_timeout_s)
   replayer = replay_lib.Replayer(arrivals.put, scale, arrivals.put)
   trainer = trainer_lib.Trainer(config, learner.optimizer(config), state._replace(policy_version=0), lanes, policy,
-                                rollouts.Replayed(replayer, batches.__getitem__), arrivals, updates, updates=len(batches), layout=learner.layout(config))
+                                rollouts.Replayed(replayer, batches.__getitem__), arrivals, updates, updates=len(batches),
+                                layout=learner.layout(config))
   with contextlib.closing(replayer):
     schedules.run(config, trainer)
   return trainer.state, list(updates)

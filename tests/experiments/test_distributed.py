@@ -20,9 +20,8 @@ def free_port() -> int:
 
 
 def begin_both(start, folder, *settings):
-  of = lambda process: (f'--config.distributed.coordinator=127.0.0.1:{port}', '--config.distributed.processes=2', f'--config.distributed.process={process}')
-  port = free_port()
-  return [start(folder, *settings, *of(process)) for process in range(2)]
+  both = *settings, f'--config.distributed.coordinator=127.0.0.1:{free_port()}', '--config.distributed.processes=2'
+  return [start(folder, *both, f'--config.distributed.process={process}') for process in range(2)]
 
 
 @pytest.fixture(scope='module')
