@@ -118,8 +118,8 @@ def devices(config) -> tuple[jax.Device | None, ...]:
   if number < 1:
     raise types.ConfigError(f'config.schedule.lanes={number} must be at least 1')
   if number > len(found):
-    raise types.ConfigError(f'config.schedule.lanes={number} needs as many devices, JAX has {len(found)} of platform {found[0].platform!r} here: '
-                            f'lower it, or on a CPU set JAX_NUM_CPU_DEVICES={number} in the environment, for virtual devices')
+    raise types.ConfigError(f'config.schedule.lanes={number} needs as many devices, JAX has {len(found)} of platform {found[0].platform!r}: '
+                            f'lower it, or for virtual devices on a CPU set JAX_NUM_CPU_DEVICES={number} in the environment')
   return (None,) if number == jax.process_count() == 1 else tuple(found[:number])
 
 
@@ -268,10 +268,12 @@ def prepared_lanes(config, student: wiring.Student, policy: scheduler.Policy, pa
   made = lanes(config, student, policy, max_tokens, shared)
   shapes = len(made) * warmup.count(buckets(config), lengths, max_tokens, policy.pack_rows)
 
-  lock = threading.Lock()
+  lock, ended = threading.Lock(), threading.Event()
 
   def advance(count: int) -> None:
     with lock:
+      if ended.is_set():
+        raise types.TsJaxError('warm-up on another device failed, or was interrupted')
       compiling.advance(count)
 
   def warm_up(one: lane_lib.Lane) -> None:
@@ -280,6 +282,12 @@ def prepared_lanes(config, student: wiring.Student, policy: scheduler.Policy, pa
                    objective=policy.objective, trajectories=one.trajectories, several=len(made) > 1, advance=advance)
 
   with progress_lib.Progress(shapes, title, 'shapes') as compiling, futures.ThreadPoolExecutor(len(made)) as pool:
-    for _ in pool.map(warm_up, made):
-      pass
+    others = [pool.submit(warm_up, one) for one in made[1:]]
+    try:
+      warm_up(made[0])
+      for other in others:
+        other.result()
+    except BaseException:
+      ended.set()  # at the next shape
+      raise
   return made

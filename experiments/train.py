@@ -48,8 +48,9 @@ def train(config, workdir: pathlib.Path) -> dict:
   everything = os.sched_getaffinity(0)
   learner_cores, engine_cores = wiring.split_cores(config)
   os.sched_setaffinity(0, learner_cores)
+  from experiments import distributed
+
   try:
-    from experiments import distributed
     distributed.start(config)
     if config.distributed.process > 0:
       return distributed.serve(config)
@@ -157,6 +158,7 @@ def _train(config, workdir, wiring, engine_cores, everything, stack: contextlib.
     # A batch that was being sampled is finished at the parameters that it was begun with.
     served, version = (params, first) if sampling is None else (layout.whole(sampling), first - 1)
     engines.publisher.publish(layout.single(served), student.config, version)
+    del served
     engines_lib.check_identity(config, student, engines, teachers, references)
     agents = wiring.agent_pool(config, student, box, engines.serving, arrivals.put,
                                {'teacher': teachers.serving, 'reference': references.serving})

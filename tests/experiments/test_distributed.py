@@ -1,11 +1,13 @@
-"""A learner of two processes on this machine: the bits of one, and an end for all when one ends."""
+"""Whole runs on several lanes, in one process and in two on this machine: the bits of one lane, and an end for all when one ends."""
 
 import socket
+import subprocess
 
 import pytest
 
 from configs import defaults
 from experiments import distributed, learner
+from tests.experiments.conftest import ROOT
 from tests.experiments.test_train import WAIT_S, final_bits, finished, recording, replay, wait_for  # noqa: F401: a fixture
 from ts_jax import types
 from ts_jax.telemetry import rundir
@@ -18,19 +20,32 @@ def free_port() -> int:
 
 
 def begin_both(start, folder, *settings):
-  of = lambda process: (f'--config.distributed.coordinator=127.0.0.1:{port}', '--config.distributed.processes=2', f'--config.distributed.process={process}')
-  port = free_port()
-  return [start(folder, *settings, *of(process)) for process in range(2)]
+  both = *settings, f'--config.distributed.coordinator=127.0.0.1:{free_port()}', '--config.distributed.processes=2'
+  return [start(folder, *both, f'--config.distributed.process={process}') for process in range(2)]
 
 
-def test_two_processes_and_one_that_resumes_their_run_give_the_bits_of_one(recording, start, tmp_path):
+@pytest.fixture(scope='module')
+def one_lane(recording, train_command, tmp_path_factory) -> str:  # noqa: F811
+  """Bits of the recorded updates on one lane."""
+  folder = tmp_path_factory.mktemp('one')
+  subprocess.run(train_command(folder, *replay(recording, 'thundersync')), cwd=ROOT, check=True, capture_output=True, timeout=WAIT_S)
+  return final_bits(folder)
+
+
+def test_four_lanes_give_the_bits_of_one(recording, one_lane, start, tmp_path, monkeypatch):
+  monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '4')
+  finished(start(tmp_path, *replay(recording, 'thundersync', '--config.schedule.lanes=4')))
+  assert final_bits(tmp_path) == one_lane
+  assert len({s.lane for s in rundir.RunDirectory(tmp_path).read_trace() if s.kind == 'source'}) > 1
+
+
+def test_two_processes_and_one_that_resumes_their_run_give_the_bits_of_one(recording, one_lane, start, tmp_path):
   settings = replay(recording, 'thundersync')
-  finished(start(tmp_path / 'one', *settings))
   children = begin_both(start, tmp_path / 'two', *settings, '--config.updates=2')
   outputs = [finished(child) for child in children]
   assert '{"process": 1}' in outputs[1]
   assert 'resuming  at update 2' in finished(start(tmp_path / 'two', *settings))
-  assert final_bits(tmp_path / 'two') == final_bits(tmp_path / 'one')
+  assert final_bits(tmp_path / 'two') == one_lane
   run = rundir.RunDirectory(tmp_path / 'two')
   assert {s.lane for s in run.read_trace() if s.kind == 'source'} == {0, 1}
 

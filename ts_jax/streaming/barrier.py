@@ -91,8 +91,7 @@ def reduce_lanes(kind: str, batches: Sequence[fold.Sum], normaliser: float = 1.0
   """
   if layout.devices:
     with fold.precision(kind):
-      total = _meet(layout, *(jax.tree.map(functools.partial(_beside, layout), *(getattr(b, field) for b in batches))
-                              for field in ('leaves', 'bound')))
+      total = jax.tree.map(lambda *own: _meet(layout, _beside(layout, *own)), *batches)  # one leaf at a time: each needs two more copies
   else:
     total = batches[0]
     for batch in batches[1:]:
@@ -110,13 +109,10 @@ def _beside(layout: Layout, *own: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _meet(layout: Layout, leaves, bound) -> fold.Sum:
-  """Each shard of the sums over lanes, in their order, on its device."""
-  def add(x):
-    parts = jax.lax.with_sharding_constraint(x, layout.behind_lanes(x.shape[1:]))
-    return functools.reduce(jnp.add, (parts[i] for i in range(layout.lanes)))
-
-  return fold.Sum(layout.constrain(jax.tree.map(add, leaves)), add(bound))
+def _meet(layout: Layout, x):
+  """Sum of [lanes, ...] over lanes, in their order: each shard on its device, once that has every lane's part of it."""
+  parts = jax.lax.with_sharding_constraint(x, layout.behind_lanes(x.shape[1:]))
+  return layout.constrain(functools.reduce(jnp.add, (parts[i] for i in range(layout.lanes))))
 
 
 @jax.jit

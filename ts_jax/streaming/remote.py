@@ -29,6 +29,7 @@ from ts_jax.kernels import fold
 from ts_jax.streaming import inputs as inputs_lib, lane as lane_lib, mismatch as mismatch_lib, scheduler
 
 _KEY_BYTES = 32
+_STOPPED_S = 30.0
 _NOTICED_S = 5.0  # a connection may close after a collective that fails with it
 
 
@@ -132,9 +133,10 @@ class Process:
     self.tell('begin', update, list(inputs.plans.values()))
 
   def close(self) -> None:
-    """Lets the process end."""
+    """Lets the process end, and waits for that for a while."""
     with contextlib.suppress(types.TsJaxError):
       self.tell('stop')
+    self._over.wait(_STOPPED_S)
     self._connection.close()
 
   def _read(self) -> None:

@@ -16,11 +16,13 @@ class Checkpoints:
   """Checkpoints of one run, named by the next update to run."""
 
   def __init__(self, folder: str | pathlib.Path, keep: int = 2):
-    """Args: the folder (made if needed) and how many checkpoints stay."""
-    alone = ocp.options.MultiprocessingOptions(primary_host=jax.process_index(), active_processes={jax.process_index()})
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False,
+    """Args: the folder (made if needed) and how many checkpoints stay.  Of several processes only those that make one read and write."""
+    folder, me = pathlib.Path(folder).resolve(), jax.process_index()
+    folder.mkdir(parents=True, exist_ok=True)
+    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=False, enable_async_checkpointing=False,
                                            multiprocessing_options=alone if jax.process_count() > 1 else ocp.options.MultiprocessingOptions())
-    self._manager = ocp.CheckpointManager(pathlib.Path(folder).resolve(), options=options)
+    self._manager = ocp.CheckpointManager(folder, options=options)
 
   @property
   def latest(self) -> int | None:
