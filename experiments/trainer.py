@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments import rollouts
 from ts_jax import types
-from ts_jax.streaming import barrier, costs, lane as lane_lib, layout as layout_lib, mismatch, remote, scheduler, staleness
+from ts_jax.streaming import barrier, costs, lane as lane_lib, layout as layout_lib, lengths, mismatch, remote, scheduler, staleness
 from ts_jax.streaming import update as update_lib
 from ts_jax.telemetry import checkpoints as checkpoints_lib, interruption
 
@@ -131,7 +131,7 @@ class Trainer:
     self._limits, self._evaluate, self._save = limits, evaluate, save
     self._published = first if sampling is None else first - 1
     self._sampling, self._keeps_sampling = sampling, config.schedule.name == 'async'
-    self._costs = costs.Costs()
+    self._costs, self._lengths = costs.Costs(), lengths.Lengths()
     self._layout, self._others = layout, others
     self.params = layout.whole(state.params) if params is None else params
     self._whole = True  # False while the barrier consumes the state
@@ -183,8 +183,9 @@ class Trainer:
     """
     result = update_lib.run_update(
         update, self.state.policy_version, self.params, plans, events, self._lanes, self._policy, lags=lags,
-        costs=self._costs, stall_timeout_s=self._config.rollout.stall_timeout_s, observe=self._observe_spans if ahead else self._journal)
-    self._costs = result.costs
+        lengths=self._lengths, costs=self._costs,
+        stall_timeout_s=self._config.rollout.stall_timeout_s, observe=self._observe_spans if ahead else self._journal)
+    self._costs, self._lengths = result.costs, self._lengths.observe(result.batch)
     warning = self._limits.check(result.mismatch, update) if self._limits else ''
     if warning:
       self._journal.warn(warning)

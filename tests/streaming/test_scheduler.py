@@ -83,6 +83,9 @@ def test_every_order_closes_and_accounts_for_every_source(policy, sizes, seed, l
         assert (g, i) not in computed
       elif coefficients[i] != 0 or policy.objective.terms.needs_counts:
         assert (g, i) in computed
+  for g in set(closed):  # what other lanes summed of a group is there before it is closed
+    at = next(n for n, w in enumerate(done) if w == s.CloseGroup(g, state.population(g)))
+    assert all(n < at for n, w in enumerate(done) if w.group == g and n != at)
   held = [w for w in done if isinstance(w, s.SourceWork) and w.service is s.Service.CONTENT]
   folded = {(w.group, w.index) for w in done if isinstance(w, s.FoldHeld)}
   for w in held:
@@ -276,3 +279,40 @@ def test_more_distinct_rewards_than_sums_stop_exact_statistics():
   policy = s.Policy(direct=False, objective=CLIPPED, reward_sums=1)
   with pytest.raises(types.TsJaxError, match='2 distinct rewards .0.0, 1.0., and there are sums for 1'):
     feed(begin(policy), s.ContentReady(0, 0, 3, 64), s.RewardReady(0, 0, 1.0), s.ContentReady(0, 1, 3, 64), s.RewardReady(0, 1, 0.0))
+
+
+@settings(max_examples=50, deadline=None)
+@given(predicted=st.lists(st.floats(0.1, 10), min_size=1, max_size=12), lanes=st.integers(1, 4))
+def test_groups_are_dealt_out_evenly(predicted, lanes):
+  owner = s.deal(predicted, lanes)
+  load = [sum(p for p, o in zip(predicted, owner) if o == lane) for lane in range(lanes)]
+  assert max(load) - min(load) <= max(predicted) + 1e-9 and s.deal(predicted, lanes) == owner
+  assert lanes > 1 or owner == [0] * len(predicted)
+
+
+@pytest.mark.parametrize('direct', [True, False])
+def test_an_idle_lane_takes_trajectories_and_hands_over_what_it_summed_of_them(direct):
+  state, assigned = s.start(s.Policy('group', direct=direct), [3, 1], lanes=2, prompt_costs=[64, 64])
+  while assigned:
+    state, assigned = feed(state, *(s.WorkDone(a.lane, a.work) for a in assigned))
+  state, issued = feed(state, s.ContentReady(1, 0, 3, 64), s.RewardReady(1, 0, 1.0))  # a group of one: nothing to do
+  state, issued = feed(state, *(s.WorkDone(a.lane, a.work) for a in issued))
+  state, issued = feed(state, *(s.ContentReady(0, i, 3, 128) for i in range(3)), *(s.RewardReady(0, i, float(i % 2)) for i in range(3)))
+  first, taken = issued
+  assert (first.lane, first.work.indices) == (0, (0,)) and (taken.lane, taken.work.indices) == (1, (2,))  # the later of two
+  state, issued = feed(state, s.WorkDone(1, taken.work))
+  assert [(a.lane, a.work.indices) for a in issued] == [(1, (1,))]  # it has the group's prompt by now
+  state, more = feed(state, s.WorkDone(0, first.work))
+  assert not more
+  state, issued = feed(state, s.WorkDone(1, issued[0].work))
+  assert issued == [s.Assignment(1, s.HandOver(0))]
+  state, issued = feed(state, s.WorkDone(1, s.HandOver(0)))
+  assert issued == [s.Assignment(0, s.CloseGroup(0, (0.0, 1.0, 0.0)))] and not state.groups[0].helpers
+
+
+def test_lanes_of_another_host_keep_their_trajectories():
+  state, assigned = s.start(s.Policy('group'), [3, 1], lanes=2, hosts=[0, 1])
+  while assigned:
+    state, assigned = feed(state, *(s.WorkDone(a.lane, a.work) for a in assigned))
+  state, issued = feed(state, *(s.ContentReady(0, i, 3, 128) for i in range(3)), *(s.RewardReady(0, i, float(i % 2)) for i in range(3)))
+  assert [a.lane for a in issued] == [0]

@@ -126,6 +126,11 @@ class Lane:
     """Padded tokens of a source; as `steps`."""
     return self._inputs.cost((group, index), self._buckets)
 
+  def prompt_cost(self, group: int) -> int:
+    """Padded tokens that a lane computes of a group's prompt before anything behind it."""
+    own = len(self._inputs.plans[group].prompt_ids) - 1 - len(self._shared) * self._shares(group)
+    return self._buckets.pad(own)
+
   def run(self, work: scheduler.Work, parts: Sequence[Parts] = ()) -> Result:
     """Runs one work item to completion; `parts`: what other lanes have summed of a group that is closed."""
     spans: list[types.Span] = []

@@ -15,6 +15,7 @@ from ts_jax.streaming import costs as costs_lib
 from ts_jax.streaming import executor
 from ts_jax.streaming import inputs as inputs_lib
 from ts_jax.streaming import lane as lane_lib
+from ts_jax.streaming import lengths as lengths_lib
 from ts_jax.streaming import mismatch as mismatch_lib
 from ts_jax.streaming import release_trace
 from ts_jax.streaming import scheduler
@@ -80,7 +81,7 @@ class _Batch:
 
 def run_update(update: int, policy_version: int, params, plans: Sequence[types.GroupPlan], events: EventStream,
                lanes: Sequence[lane_lib.Lane], policy: scheduler.Policy, *, lags: staleness_lib.Lags = staleness_lib.Lags(),
-               costs: costs_lib.Costs = costs_lib.Costs(), stall_timeout_s: float = 600.0,
+               lengths: lengths_lib.Lengths = lengths_lib.Lengths(), costs: costs_lib.Costs = costs_lib.Costs(), stall_timeout_s: float = 600.0,
                observe: Callable[[types.RolloutEvent | types.Span], None] = lambda _: None) -> UpdateResult:
   """Runs the learner's side of one update until every group is closed.
 
@@ -93,6 +94,7 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
     lanes: the learner lanes, by index; they run at the same time where each has a device of its own, else in turn.
     policy: the schedule.
     lags: how far behind `policy_version` the version of a token may, and must, be.
+    lengths: of trajectories, from earlier updates; groups are dealt out to lanes by them.
     costs: what work takes, from earlier updates.
     stall_timeout_s: longest wait without any event before the update is given up.
     observe: called with every event and every learner span, for progress and traces.
@@ -107,7 +109,8 @@ def run_update(update: int, policy_version: int, params, plans: Sequence[types.G
     lane.begin(update, params, inputs)
   record = _Batch(update, policy_version, plans, lags)
   trace = release_trace.ReleaseTrace(update, policy_version, plans, policy.objective, time.time())
-  state, assignments = scheduler.start(policy, [p.size for p in plans], len(lanes), costs=costs)
+  state, assignments = scheduler.start(policy, [p.size for p in plans], len(lanes), lengths.predict(plans),
+                                       [lanes[0].prompt_cost(p.index) for p in plans], [lane.host for lane in lanes], costs)
   spans: list[types.Span] = []
   handed_over: dict[int, list[tuple[int, lane_lib.Parts]]] = {}  # by group, with the lane
   learner_end_s = time.time()
