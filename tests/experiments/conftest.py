@@ -1,6 +1,7 @@
 """A tiny student with the real tokenizer, and training runs and served engines as real processes."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -15,6 +16,14 @@ from ts_jax.models.config import ModelConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TINY = ModelConfig(vocab_size=49152, width=32, ffn_width=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_positions=1024)
+
+
+@pytest.fixture(scope='session', autouse=True)
+def compiled_quickly():
+  """Children spend their time on the compilation of programs that run for milliseconds (see the Makefile)."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv('XLA_FLAGS', f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false".strip())
+    yield
 
 
 @pytest.fixture(scope='session')
