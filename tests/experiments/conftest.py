@@ -20,7 +20,8 @@ TINY = ModelConfig(vocab_size=49152, width=32, ffn_width=48, layers=2, heads=4, 
 
 @pytest.fixture(scope='session', autouse=True)
 def compiled_quickly():
-  """Children spend their time on the compilation of programs that run for milliseconds (see the Makefile)."""
+  """Children spend their time on the compilation of programs that run for milliseconds (see the Makefile); this process does not."""
+  jax.devices()  # reads the flags, once and for all
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv('XLA_FLAGS', f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false".strip())
     yield
