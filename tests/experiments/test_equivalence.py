@@ -113,10 +113,11 @@ def test_recorded_arrival_follows_the_clock_and_is_shown_one_event_at_a_time():
   assert content == [1, 0]  # the second finished first
   assert sum(isinstance(e, types.TurnFixed) for e in events) == sum(len(t.turns) for t in made.trajectories)
   stream = offline.OneByOne(events)
-  for event in events:
-    assert stream.get(block=False) == event
-    with pytest.raises(queue.Empty):
-      stream.get(block=False)
+  for n, event in enumerate(events):
+    stream.put(n)  # a piece of work is finished
+    assert stream.get() is event and stream.get() == n
+  with pytest.raises(queue.Empty):
+    stream.get(block=False)
 
 
 def test_a_number_of_lanes_counts_only_where_every_order_was_equal():
