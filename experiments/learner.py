@@ -266,7 +266,7 @@ def prepared_lanes(config, student: wiring.Student, policy: scheduler.Policy, pa
   prompts = set(map(tuple, prompts))
   shared, lengths = lane_lib.shared_prefix(prompts), {len(p) for p in prompts}
   made = lanes(config, student, policy, max_tokens, shared)
-  shapes = len(made) * warmup.count(buckets(config), lengths, max_tokens, policy.pack_rows)
+  shapes = len(made) * warmup.count(buckets(config), lengths, max_tokens, policy.pack_rows, made[0].trajectories)
 
   lock, ended = threading.Lock(), threading.Event()
 

@@ -23,9 +23,12 @@ def shapes(buckets: Buckets, max_tokens: int, rows: Iterable[int]) -> list[tuple
   return [(b, t, s) for t in buckets.up_to(max_tokens) for s in (t // 2, t) for b in sorted(rows)]
 
 
-def count(buckets: Buckets, prompt_tokens: Iterable[int], max_tokens: int, rows: Iterable[int]) -> int:
+def count(buckets: Buckets, prompt_tokens: Iterable[int], max_tokens: int, rows: Iterable[int],
+          trajectories: OpenTrajectories | None = None) -> int:
   """Shapes `warm_up` will run, for its progress."""
-  return len({buckets.pad(n - 1) for n in prompt_tokens}) * (1 + len(shapes(buckets, max_tokens, rows)))
+  both = trajectories is not None and trajectories.leaves_some_whole
+  behind = len(shapes(buckets, max_tokens, rows)) + both * len(shapes(buckets, max_tokens, (1,)))
+  return len({buckets.pad(n - 1) for n in prompt_tokens}) * (1 + behind)
 
 
 def warm_up(functions: sources_lib.SourceFunctions, params, buckets: Buckets, *, prompt_tokens: Iterable[int],
