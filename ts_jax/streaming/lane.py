@@ -182,9 +182,10 @@ class Lane:
     if not sums or self._objective.is_zero(rewards):
       return spans
     with _Timed(self, spans, 'reduce', -1):
-      late = sums[0].place(jax.tree.leaves(self._params)[0])
+      like = jax.tree.leaves(self._params)[0]
+      late = sums[0].place(like)
       for other in sums[1:]:
-        late = late.add(other)
+        late = late.add(other.place(like))
       late.check('batch statistics')
       self._batch = jax.block_until_ready(late.reduce(self._total(), self._objective, rewards))
     return spans
