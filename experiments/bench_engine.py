@@ -11,9 +11,7 @@ import contextlib
 import json
 import os
 import pathlib
-import signal
 import statistics
-import subprocess
 import tempfile
 import time
 
@@ -21,7 +19,6 @@ from absl import flags
 import numpy as np
 
 from experiments import cli
-from ts_jax import types
 from ts_jax.models import source
 from ts_jax.models import weights
 from ts_jax.rollout import client as client_lib

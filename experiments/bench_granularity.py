@@ -34,17 +34,14 @@ _SHARED = flags.DEFINE_integer('shared_tokens', 256, 'Prompt and trajectory leng
 def main() -> None:
   os.sched_setaffinity(0, {_CORE.value})  # before JAX starts its threads
   import jax
-  import jax.numpy as jnp
   from experiments import synthetic, wiring
-  from ts_jax.models import source, staged as staged_model, weights
+  from ts_jax.models import staged as staged_model
   from ts_jax.streaming import forward_trajectories, host_memory, open_trajectories, sources, turn_trajectories
   from ts_jax.streaming.buckets import Buckets
 
   host_memory.keep_freed_memory()
   wiring.compile_cache()
-  folder = source.resolve_model(_MODEL.value)
-  config = weights.load_config(folder)
-  params = jax.tree.map(jnp.asarray, weights.load_params(folder))
+  config, params = wiring.load_model(_MODEL.value)
   functions, buckets = sources.SourceFunctions(config), Buckets()
   turns, size, prompt_size = _TURNS.value, _TURN_TOKENS.value, _PROMPT_TOKENS.value
   total = turns * size

@@ -57,18 +57,14 @@ class _Metered:
 def per_source() -> dict[str, float]:
   """Overhead of updates, percent of the service of their bare gradients."""
   import jax
-  import jax.numpy as jnp
   from experiments import offline, synthetic, wiring
   from ts_jax import types
-  from ts_jax.models import source, weights
   from ts_jax.streaming import host_memory, lane as lane_lib, scheduler, sources, update as update_lib
   from ts_jax.streaming.buckets import Buckets
 
   host_memory.keep_freed_memory()
   wiring.compile_cache()
-  folder = source.resolve_model(_MODEL.value)
-  config = weights.load_config(folder)
-  params = jax.tree.map(jnp.asarray, weights.load_params(folder))
+  config, params = wiring.load_model(_MODEL.value)
   functions, buckets = sources.SourceFunctions(config), Buckets()
   batch = synthetic.batch(config.vocab_size, groups=_GROUPS.value, size=_SIZE.value, turns=_TOKENS.value // _TURN_TOKENS,
                           turn_tokens=_TURN_TOKENS, prompt_tokens=_PROMPT_TOKENS.value)

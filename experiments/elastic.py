@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Sequence
+from typing import Callable, Sequence
 
 from absl import flags
 from ml_collections import config_flags
 import numpy as np
 
-from experiments import cli, study_cells
+from experiments import cli, learner, study_cells
 from ts_jax.objectives import distillation, policy_gradient
-from ts_jax.streaming import scheduler, simulation
+from ts_jax.streaming import forward_trajectories, scheduler, simulation
 from ts_jax.streaming.buckets import Buckets
 from ts_jax.telemetry import progress as progress_lib
 
@@ -35,30 +35,27 @@ flags.mark_flags_as_required(['config'])
 
 _FIXED = tuple(g for g in scheduler.GRANULARITIES if g != 'turn')
 _OBJECTIVES = {'grpo': policy_gradient.PolicyGradient(), 'opd': distillation.Distillation()}
-_LENGTHS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
 
 
-def service(arrivals: Sequence[simulation.Arrival], seconds: float, prompt_tokens: int) -> simulation.Service:
+def service(arrivals: Sequence[simulation.Arrival], seconds: float, prompt_tokens: int, pad: Callable[[int], int]) -> simulation.Service:
   """Costs at which one pass over every trajectory takes `seconds`."""
-  pad = Buckets(_LENGTHS).pad
   whole = seconds / sum(pad(a.tokens) for a in arrivals)
   return simulation.Service(whole, _EARLY.value * whole, _LATE.value * whole, packed={4: _PACKED.value}, fold_s=_FOLD_TOKENS.value * whole,
                             prompt_s=prompt_tokens * whole / 4, pad=pad)
 
 
-def policy(granularity: str, objective: str) -> scheduler.Policy:
+def policy(granularity: str, objective: str, buckets: Buckets) -> scheduler.Policy:
   """Of a simulated run."""
   return scheduler.Policy(granularity, pack_rows=(1,) if granularity in ('turn', 'forward') else (4, 1), kept_cap=_KEPT.value,
-                          objective=_OBJECTIVES[objective], piece_lengths=tuple(n for n in _LENGTHS if n <= 128))
+                          objective=_OBJECTIVES[objective], piece_lengths=forward_trajectories.piece_lengths(buckets))
 
 
 def draw(cell: study_cells.Cell, study, rng: np.random.Generator) -> list[simulation.Arrival]:
   """Trajectories of successive waves that take 1 s each, as in the study."""
   made = []
   for n, finished in enumerate(rng.uniform(size=cell.batch)):
-    tokens = max(2, round(study.turn_tokens * (1 + study.service_exponent) * finished**study.service_exponent))
     ends = n // study.capacity + finished * np.arange(1, cell.turns + 1) / cell.turns
-    made.append(_arrival(n, study.group_size, ends, rng.poisson(tokens, cell.turns), rng))
+    made.append(_arrival(n, study.group_size, ends, rng.poisson(study_cells.turn_tokens(study, finished), cell.turns), rng))
   return made
 
 
@@ -76,12 +73,12 @@ def _arrival(n: int, group_size: int, ends: np.ndarray, tokens: np.ndarray, rng:
 
 
 def steps(arrivals: Sequence[simulation.Arrival], before: Sequence[simulation.Arrival], seconds: float, objective: str,
-          prompt_tokens: int) -> dict[str, float]:
+          prompt_tokens: int, buckets: Buckets) -> dict[str, float]:
   """Step time by granularity; `before`: the update whose costs `elastic` knows."""
-  cost = service(arrivals, seconds, prompt_tokens)
-  found = {g: simulation.simulate(arrivals, cost, policy(g, objective)).step_s for g in _FIXED}
-  learned = simulation.simulate(before, cost, policy(scheduler.ELASTIC, objective)).costs
-  return found | {scheduler.ELASTIC: simulation.simulate(arrivals, cost, policy(scheduler.ELASTIC, objective), costs=learned).step_s}
+  cost, elastic = service(arrivals, seconds, prompt_tokens, buckets.pad), policy(scheduler.ELASTIC, objective, buckets)
+  found = {g: simulation.simulate(arrivals, cost, policy(g, objective, buckets)).step_s for g in _FIXED}
+  learned = simulation.simulate(before, cost, elastic).costs
+  return found | {scheduler.ELASTIC: simulation.simulate(arrivals, cost, elastic, costs=learned).step_s}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,20 +109,21 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-  study, seed = _CONFIG.value.study, _CONFIG.value.seed
+  study, seed, buckets = _CONFIG.value.study, _CONFIG.value.seed, learner.buckets(_CONFIG.value)
   cells, rows = study_cells.cells(study)[::_EVERY.value], []
   with progress_lib.Progress(len(cells), 'simulate', 'cells') as progress:
     for n, cell in enumerate(cells):
       rng = np.random.default_rng([seed, n])
       arrivals, before = draw(cell, study, rng), draw(cell, study, rng)
-      rows.append(Row(cell, steps(arrivals, before, cell.batch / (cell.ratio * study.capacity), cell.objective, study.prompt_tokens)))
+      rows.append(Row(cell, steps(arrivals, before, cell.batch / (cell.ratio * study.capacity), cell.objective, study.prompt_tokens,
+                                   buckets)))
       progress.advance()
   print_table(rows)
   apart = {}
   for name, together in (('near_equal', False), ('together', True)):
     rng = np.random.default_rng([seed, len(cells), together])
     arrivals, before = (one_wave(study, 0.5 if together else 0.05, together, rng) for _ in range(2))
-    apart[name] = steps(arrivals, before, max(a.reward_s for a in arrivals), 'grpo', study.prompt_tokens)
+    apart[name] = steps(arrivals, before, max(a.reward_s for a in arrivals), 'grpo', study.prompt_tokens, buckets)
     speedups = ', '.join(f'{g} {apart[name]["batch"] / s:.3f}' for g, s in apart[name].items())
     print(f'{name.replace("_", " ")} trace, speedup over Sync at balance: {speedups}')
   near, together = apart['near_equal'], apart['together']

@@ -98,6 +98,12 @@ def executed(study, all_cells: Sequence[Cell]) -> set[Cell]:
   return set(all_cells[::study.executed_every])
 
 
+def turn_tokens(study, finished: float) -> int:
+  """Tokens of a turn of a trajectory that takes `finished` of a wave."""
+  exponent = study.service_exponent
+  return max(2, round(study.turn_tokens * (1 + exponent) * finished**exponent))
+
+
 class Bench:
   """Sync and thundersync on a small random student, for one objective and horizon."""
 
@@ -120,7 +126,7 @@ class Bench:
     student = wiring.Student(pathlib.Path('random'), self._model, tokenizer=None, template=None)
     params = llama.init_params(self._model, jax.random.PRNGKey(0))
     self._state = barrier.init(learner.optimizer(config), params)
-    longest, prompt = turns * self._tokens(1.0), (1,) * (s.prompt_tokens + 1)
+    longest, prompt = turns * turn_tokens(s, 1.0), (1,) * (s.prompt_tokens + 1)
     self._learners = {}
     for name in ('sync', _STREAM):
       mine = contenders.with_schedule(config, name)
@@ -169,18 +175,13 @@ class Bench:
     self._state, (done,) = replayed_schedule.run(config, lanes, policy, self._state, [batch], scale, self._cores)
     return done
 
-  def _tokens(self, finished: float) -> int:
-    """Tokens of a turn of a trajectory that takes `finished` of a wave."""
-    exponent = self._study.service_exponent
-    return max(2, round(self._study.turn_tokens * (1 + exponent) * finished**exponent))
-
   def _draw(self, rng: np.random.Generator, count: int) -> tuple[list[types.Trajectory], np.ndarray]:
     """(trajectories of successive waves that take 1 s each, part of its wave that each takes)."""
     size, finished = self._study.group_size, rng.uniform(size=count)
     prompts = [synthetic.ids(rng, self._model.vocab_size, self._study.prompt_tokens + 1) for _ in range(-(-count // size))]
     made = []
     for n, (u, start) in enumerate(zip(finished, np.arange(count) // self._study.capacity)):
-      t = synthetic.trajectory(rng, self._model.vocab_size, prompts[n // size], self._turns, self._tokens(u), group=n // size, index=n % size,
+      t = synthetic.trajectory(rng, self._model.vocab_size, prompts[n // size], self._turns, turn_tokens(self._study, u), group=n // size, index=n % size,
                                reward=float(rng.uniform(0.0, 1.5)))
       ends = start + u * np.arange(self._turns + 1) / self._turns
       turns = tuple(dataclasses.replace(turn, request_start_s=float(a), request_end_s=float(b), tool_start_s=float(b), tool_end_s=float(b))

@@ -60,6 +60,12 @@ def load_student(config) -> Student:
   return Student(folder, model, tokenizer, chat.ChatTemplate(tokenizer))
 
 
+def load_model(name: str) -> tuple[ModelConfig, Any]:
+  """Sizes and parameters of a folder, hub id or 'package:NAME', on the device."""
+  folder = source.resolve_model(name)
+  return weights.load_config(folder), jax.tree.map(jnp.asarray, weights.load_params(folder))
+
+
 def compile_cache(least_s: float = 0.5) -> pathlib.Path:
   """Switches on the persistent cache of this process for compilations of at least `least_s` seconds; returns its folder."""
   folder = pathlib.Path(os.environ.get('TS_JAX_CACHE', pathlib.Path.home() / '.cache' / 'ts_jax')) / 'compiled'

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 from experiments import offline
-from tests.streaming import cases
 from ts_jax.kernels import fold
 from ts_jax.streaming import barrier, layout as layout_lib
 from ts_jax.streaming.layout import Layout

@@ -316,3 +316,15 @@ def test_lanes_of_another_host_keep_their_trajectories():
     state, assigned = feed(state, *(s.WorkDone(a.lane, a.work) for a in assigned))
   state, issued = feed(state, *(s.ContentReady(0, i, 3, 128) for i in range(3)), *(s.RewardReady(0, i, float(i % 2)) for i in range(3)))
   assert [a.lane for a in issued] == [0]
+
+
+def test_any_number_of_turns_that_do_not_pay_is_passed_over():
+  size = 3000
+  state, assigned = s.start(s.Policy('elastic', kept_cap=size), [size])
+  for index in range(size):
+    state, more = s.advance(state, s.TurnReady(0, index, 1, tokens=5))
+    assert not more  # the lane is busy
+  state, more = s.advance(state, s.WorkDone(0, assigned[0].work))
+  assert not more  # five tokens, padded to 64, save less than they take
+  state, (turn,) = s.advance(state, s.TurnReady(0, 7, 2, tokens=250))
+  assert turn.work == s.TurnWork(0, 7, 2, 250)

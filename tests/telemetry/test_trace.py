@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 import pytest
 
 from ts_jax import types
-from ts_jax.telemetry import jsonlines, rundir, trace, trace_events
+from ts_jax.telemetry import jsonlines, trace, trace_events
 
 ROOT = Path(__file__).resolve().parents[2]
 SPAN = types.Span('source', 1.0, 2.0, 0, 0, 1, lane=0, tokens=9, ready_s=0.5, task='copy-1', version=3, scored=4, members=(1,), work='known')

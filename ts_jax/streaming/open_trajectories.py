@@ -48,11 +48,11 @@ class Turns:
 
   def data(self, index: int, scorers: Collection[str]) -> sources_lib.SourceData | None:
     """One turn's ids; None while a scorer's scores of it are missing."""
+    if not self._has_scores(index, scorers):
+      return None
     turn = self.turns[index]
     silent = (0.0,) * len(turn.context_ids)
-    scores = {s: self.scores.get((index, s), () if not turn.sampled.token_ids else None) for s in scorers}
-    if None in scores.values():
-      return None
+    scores = {s: self.scores.get((index, s), ()) for s in scorers}
     return sources_lib.SourceData(
         np.asarray(turn.context_ids + turn.sampled.token_ids, np.int32),
         np.asarray((False,) * len(turn.context_ids) + turn.scored_mask, bool),
@@ -61,7 +61,10 @@ class Turns:
 
   def scored(self, scorers: Collection[str]) -> int:
     """How many turns, from the first on, have everything that `data` needs."""
-    return next((i for i in range(len(self.turns)) if self.data(i, scorers) is None), len(self.turns))
+    return next((i for i in range(len(self.turns)) if not self._has_scores(i, scorers)), len(self.turns))
+
+  def _has_scores(self, index: int, scorers: Collection[str]) -> bool:
+    return not self.turns[index].sampled.token_ids or all((index, s) in self.scores for s in scorers)
 
   @property
   def branches(self) -> bool:

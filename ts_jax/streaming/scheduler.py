@@ -21,9 +21,15 @@ import heapq
 from typing import Sequence
 
 from ts_jax import types
-from ts_jax.objectives import policy_gradient
 from ts_jax.objectives.objective import Objective
 from ts_jax.streaming import costs as costs_lib
+from ts_jax.streaming.policy import ELASTIC, GRANULARITIES, Policy
+from ts_jax.streaming.work import (Assignment, CloseGroup, ContentReady, Event, FoldHeld, HandOver, PromptForward, RewardReady, Service,
+                                   SourceWork, TurnReady, TurnWork, Work, WorkDone)
+
+__all__ = ['ELASTIC', 'GRANULARITIES', 'Assignment', 'CloseGroup', 'ContentReady', 'Event', 'FoldHeld', 'GroupState', 'HandOver', 'Policy',
+           'PromptForward', 'RewardReady', 'SchedulerError', 'Service', 'Source', 'SourceWork', 'State', 'Status', 'TurnReady', 'TurnWork',
+           'Work', 'WorkDone', 'advance', 'deal', 'start']
 
 
 class SchedulerError(RuntimeError):
@@ -41,195 +47,8 @@ class Status(enum.Enum):
   SKIPPED = 'skipped'  # contributes nothing: no scored token, or advantage known to be zero
 
 
-class Service(enum.IntEnum):
-  """What was known when a source was started; lower is served first."""
-
-  FINAL = 0
-  KNOWN = 1
-  CONTENT = 2
-
-
 _SERVICES = tuple(Service)
-
-# How early work is released: when every reward of the batch is known (Sync), of the group, or when a trajectory's content is
-# fixed; `turn` and `forward` begin with turns of running trajectories.
-GRANULARITIES = ('batch', 'group', 'trajectory', 'turn', 'forward')
-# Where the lane would idle and it shortens what is left by enough, turns run forward; everything else is as with `trajectory`.
-ELASTIC = 'elastic'
 _WORTH = 0.45  # least saving at completion, over what early work takes, at which `elastic` does it
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-  """A schedule, as the scheduler sees it.
-
-  Attributes:
-    granularity: when sources are released, one of `GRANULARITIES`, or `ELASTIC`.
-    direct: apply the advantage of `final` sources at once, without group statistics.  Off for the exact accumulator,
-      where every source must take the same arithmetic path whatever its arrival.
-    admission_cap: groups per lane that may hold statistics at once.
-    pack_rows: how many `final` sources of a group may run as one batch, e.g. (4, 1); only with `direct`.
-    pack_waste: largest padded cost of a pack relative to its members' own.
-    objective: from rewards to coefficients; the lanes' own.
-    kept_cap: running trajectories per lane that may hold work of their turns at once (a memory budget).
-    piece_lengths: padded lengths of turns that `elastic` runs forward together, ascending.
-    reward_sums: distinct rewards per group (per lane, with the batch as population) that may have a sum of their own, where
-      the objective is not affine.  A source with one more reward waits until its advantage is known.
-  """
-
-  granularity: str = 'trajectory'
-  direct: bool = True
-  admission_cap: int = 4
-  pack_rows: tuple[int, ...] = (1,)
-  pack_waste: float = 1.15
-  objective: Objective = policy_gradient.PolicyGradient()
-  kept_cap: int = 8
-  reward_sums: int = 4
-  piece_lengths: tuple[int, ...] = (64, 128, 256)
-
-  def __post_init__(self):
-    if self.granularity not in (*GRANULARITIES, ELASTIC):
-      raise ValueError(f'granularity {self.granularity!r} is unknown: use one of {(*GRANULARITIES, ELASTIC)}')
-    if self.admission_cap < 1:
-      raise ValueError(f'admission cap {self.admission_cap} must be at least 1')
-    if self.reward_sums < 1:
-      raise ValueError(f'reward_sums {self.reward_sums} must be at least 1')
-    if not self.direct and max(self.pack_rows) > 1:
-      raise ValueError(f'pack_rows {self.pack_rows} needs direct=True: packed rows share one sum')
-    if self.granularity in ('turn', 'forward') and max(self.pack_rows) > 1:
-      raise ValueError(f'granularity {self.granularity!r} needs pack_rows (1,), not {self.pack_rows}')
-    if self.granularity == ELASTIC and not self.direct:
-      raise ValueError(f'granularity {ELASTIC!r} needs direct=True: what it does early, and with that the rounding, depends on time')
-    if 1 not in self.pack_rows:
-      raise ValueError(f'pack_rows {self.pack_rows} must contain 1')
-
-  @property
-  def by_turns(self) -> bool:
-    """Turns of running trajectories are worked on."""
-    return self.granularity in ('turn', 'forward', ELASTIC)
-
-  def piece(self, tokens: int) -> int:
-    """Padded tokens of turns with `tokens` that `elastic` runs forward together."""
-    whole, rest = divmod(tokens, self.piece_lengths[-1])
-    return whole * self.piece_lengths[-1] + (next(n for n in self.piece_lengths if n >= rest) if rest else 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class TurnReady:
-  """`steps` of a running trajectory can be worked on (fewer than before where a failed attempt is made again).
-
-  `tokens`: in them, which `elastic` needs to know.
-  """
-
-  group: int
-  index: int
-  steps: int
-  tokens: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class ContentReady:
-  """Tokens and mask of a trajectory are fixed."""
-
-  group: int
-  index: int
-  scored: int
-  cost: int
-
-
-@dataclasses.dataclass(frozen=True)
-class RewardReady:
-  """The reward of a trajectory is fixed."""
-
-  group: int
-  index: int
-  reward: float
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptForward:
-  """Compute a group's boundary state ahead of its first source."""
-
-  group: int
-
-
-@dataclasses.dataclass(frozen=True)
-class TurnWork:
-  """Work on the turns of a running trajectory that are there, up to `steps`, with `tokens` in all."""
-
-  group: int
-  index: int
-  steps: int
-  tokens: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class SourceWork:
-  """Differentiate sources.  FINAL with `coefficients`: fold into the batch; otherwise into the group's statistics.
-
-  `whole`: in one pass; otherwise (by turns) go on with what was done of their turns before, or begin now.
-  """
-
-  group: int
-  indices: tuple[int, ...]
-  service: Service
-  coefficients: tuple[float, ...] | None = None
-  reward: float | None = None
-  whole: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class FoldHeld:
-  """Fold a gradient whose reward was pending when it was computed; with a `coefficient` into the batch."""
-
-  group: int
-  index: int
-  reward: float
-  coefficient: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class CloseGroup:
-  """Reduce a group's statistics and run its prompt's backward pass (nothing but clean-up where all of it is zero).
-
-  `rewards`: those that its advantages are relative to.
-  """
-
-  group: int
-  rewards: tuple[float, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class HandOver:
-  """Give up everything that is held for another lane's group: that lane adds it to its own before it closes the group."""
-
-  group: int
-
-
-Work = PromptForward | TurnWork | SourceWork | FoldHeld | HandOver | CloseGroup
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkDone:
-  """A lane finished what it was assigned.
-
-  `seconds`, where it was measured: what it took, without the group's prompt and without folds.
-  """
-
-  lane: int
-  work: Work
-  seconds: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Assignment:
-  """Work for a lane."""
-
-  lane: int
-  work: Work
-
-
-Event = TurnReady | ContentReady | RewardReady | WorkDone
 
 
 class Source:
@@ -238,16 +57,16 @@ class Source:
   Attributes:
     status: where it is in its life.
     reward: None until it is known.
-    scored: L_i; cost: padded length in tokens; order: rank of readiness.
+    cost: padded length in tokens; order: rank of readiness.
     steps: while it runs, how many can be worked on; worked: how many have been.
     tokens, worked_tokens: of these.
   """
 
-  __slots__ = ('status', 'reward', 'scored', 'cost', 'order', 'steps', 'worked', 'tokens', 'worked_tokens')
+  __slots__ = ('status', 'reward', 'cost', 'order', 'steps', 'worked', 'tokens', 'worked_tokens')
 
   def __init__(self):
     self.status, self.reward = Status.RUNNING, None
-    self.scored = self.cost = self.steps = self.worked = self.tokens = self.worked_tokens = 0
+    self.cost = self.steps = self.worked = self.tokens = self.worked_tokens = 0
     self.order = -1
 
 
@@ -337,11 +156,6 @@ class State:
         group.coefficients = self._coefficients(group)
 
   @property
-  def batch_final(self) -> bool:
-    """Every group is final."""
-    return not self._unfinal
-
-  @property
   def rewards(self) -> tuple[float | None, ...]:
     """Rewards of the batch so far, None where unknown."""
     return tuple(r for g in self.groups for r in g.rewards)
@@ -409,7 +223,7 @@ class State:
     group, source = self._source(event)
     if source.status is not Status.RUNNING:
       raise SchedulerError(f'{event}: its content was fixed before')
-    source.scored, source.cost, source.order = event.scored, event.cost, self._next_order
+    source.cost, source.order = event.cost, self._next_order
     self._next_order += 1
     group.running -= 1
     if event.scored:
@@ -697,15 +511,23 @@ class State:
       while queue:
         order, number, index = heapq.heappop(queue)
         group = self.groups[number]
-        source = group.sources[index]
-        if source.status is not Status.READY or self._service(group, source) is not service:
+        if not self._still_ready(group, index, service):
           continue
-        direct = service is Service.FINAL and (self.policy.direct or not self._needs_rewards)
+        direct = self._direct(service)
         if not direct and not self._may_sum(lane, group):
           lane.waiting.setdefault(number, []).append((service, order, index))
-        elif direct or self._has_sum(lane, group, source.reward):
-          return self._start(lane, group, index, service, direct)
+        elif direct or self._has_sum(lane, group, group.sources[index].reward):
+          return self._start(lane, group, index, service)
     return None
+
+  def _still_ready(self, group: GroupState, index: int, service: Service) -> bool:
+    """A queued source is still to be started, and what is known of it is what it was queued under."""
+    source = group.sources[index]
+    return source.status is Status.READY and self._service(group, source) is service
+
+  def _direct(self, service: Service) -> bool:
+    """Sources that are started so go straight into the batch, not into statistics."""
+    return service is Service.FINAL and (self.policy.direct or not self._needs_rewards)
 
   def _may_sum(self, lane: _LaneState, group: GroupState) -> bool:
     """The group has sums on the lane, or there is room for them.  With the batch as population they are the lane's, not the group's."""
@@ -730,8 +552,9 @@ class State:
     if not self._affine and reward is not None and reward not in group.summed:
       group.summed.append(reward)
 
-  def _start(self, lane: _LaneState, group: GroupState, index: int, service: Service, direct: bool) -> SourceWork:
+  def _start(self, lane: _LaneState, group: GroupState, index: int, service: Service) -> SourceWork:
     """Takes ready sources into a lane."""
+    direct = self._direct(service)
     indices = self._pack(group, index) if direct and lane.number == group.lane else (index,)
     whole = len(indices) > 1 or self._in_one_pass(group.sources[index])
     for i in indices:
@@ -751,8 +574,10 @@ class State:
     """A completed source by itself is differentiated in one pass."""
     if not self._elastic:
       return not self.policy.by_turns
-    if source.worked or not source.tokens:
-      return not source.worked
+    if source.worked:
+      return False
+    if not source.tokens:
+      return True
     # Running it forward in pieces may save more padding than it costs.
     pieces = self.costs.predict('early', self.policy.piece(source.tokens)) + self.costs.predict('late', source.cost)
     return self.costs.predict('whole', source.cost) <= pieces
@@ -773,19 +598,20 @@ class State:
     return (first,)
 
   def _next_turn(self, lane: _LaneState) -> TurnWork | None:
-    """The running trajectory with most steps waiting, among those that were begun or may be."""
-    for queue in (lane.begun, lane.fresh):
-      while queue and not self._current(queue[0], queue is lane.begun):
-        heapq.heappop(queue)
-    queues = [q for q in (lane.begun, lane.fresh) if q and (q is lane.begun or lane.kept < self.policy.kept_cap)]
-    if not queues:
-      return None
-    _, number, index = heapq.heappop(min(queues, key=lambda q: q[0]))
-    group, source = self.groups[number], self.groups[number].sources[index]
-    if self._elastic and not self._worth(source):
-      return self._next_turn(lane)  # it comes back with its next turn
-    group.prompt_started = group.touched = True
-    return TurnWork(number, index, source.steps, source.tokens)
+    """The running trajectory with most to do, among those that were begun or may be."""
+    while True:
+      for queue in (lane.begun, lane.fresh):
+        while queue and not self._current(queue[0], queue is lane.begun):
+          heapq.heappop(queue)
+      queues = [q for q in (lane.begun, lane.fresh) if q and (q is lane.begun or lane.kept < self.policy.kept_cap)]
+      if not queues:
+        return None
+      _, number, index = heapq.heappop(min(queues, key=lambda q: q[0]))
+      group, source = self.groups[number], self.groups[number].sources[index]
+      if not self._elastic or self._worth(source):
+        group.prompt_started = group.touched = True
+        return TurnWork(number, index, source.steps, source.tokens)
+      # Otherwise it comes back with its next turn.
 
   def _worth(self, source: Source) -> bool:
     """Running a trajectory's turns forward now leaves enough less for its completion."""
@@ -815,34 +641,29 @@ class State:
     Only what has a sum to go to: the batch's, or where every source goes through statistics, the thief's own.  What was begun
     early stays where it was.
     """
-    host, hosts = self._hosts[lane.number], self._hosts
-    victims = [v for v in self._lanes if v is not lane and v.work is not None and v.backlog and hosts[v.number] == host]
-    for victim in sorted(victims, key=lambda v: (-v.backlog, v.number)):
-      best = None
-      for service in (Service.FINAL, Service.KNOWN):
-        direct = service is Service.FINAL and (self.policy.direct or not self._needs_rewards)
-        for order, number, index in victim.ready[service]:
-          group = self.groups[number]
-          source = group.sources[index]
-          if source.status is not Status.READY or self._service(group, source) is not service or self._begun(victim, number, index):
-            continue
-          if not direct and (self.policy.direct or not self._affine or not self._may_sum(lane, group)):
-            continue
-          known = lane.number in group.helpers
-          if not known and victim.backlog <= self._prompt_costs[number]:
-            continue
-          rank = (known, source.cost, order, number, index)
-          if best is None or rank > best[0]:
-            best = rank, service, direct
-      if best is not None:
-        (known, _, _, number, index), service, direct = best
-        group = self.groups[number]
+    busy = [v for v in self._lanes if v.work is not None and v.backlog and self._hosts[v.number] == self._hosts[lane.number]]
+    for victim in sorted(busy, key=lambda v: (-v.backlog, v.number)):
+      # Rather of a group whose prompt is here already; then a long one; then one that would have been served late.
+      found = [(lane.number in self.groups[number].helpers, self.groups[number].sources[index].cost, order, number, index, service)
+               for service in (Service.FINAL, Service.KNOWN) for order, number, index in victim.ready[service]
+               if self._may_take(lane, victim, number, index, service)]
+      if found:
+        known, _, _, number, index, service = max(found)
         if not known:
-          group.helpers.append(lane.number)
-        return self._start(lane, group, index, service, direct)
+          self.groups[number].helpers.append(lane.number)
+        return self._start(lane, self.groups[number], index, service)
     return None
 
-  def _begun(self, lane: _LaneState, number: int, index: int) -> bool:
+  def _may_take(self, lane: _LaneState, victim: _LaneState, number: int, index: int, service: Service) -> bool:
+    """A queued source of another lane's may be started here."""
+    group = self.groups[number]
+    if not self._still_ready(group, index, service) or self._has_early_work(victim, number, index):
+      return False
+    if not self._direct(service) and (self.policy.direct or not self._affine or not self._may_sum(lane, group)):
+      return False
+    return lane.number in group.helpers or victim.backlog > self._prompt_costs[number]
+
+  def _has_early_work(self, lane: _LaneState, number: int, index: int) -> bool:
     """Turns of a trajectory were worked on, or are being worked on."""
     now = isinstance(lane.work, TurnWork) and (lane.work.group, lane.work.index) == (number, index)
     return now or self.groups[number].sources[index].worked > 0

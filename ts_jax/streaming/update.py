@@ -184,13 +184,11 @@ def _translate(event: types.RolloutEvent | types.Span, update: int, inputs: inpu
     case types.RolloutFailed():
       raise types.TsJaxError(f'update {event.update}: {event.message}')
     case types.TurnFixed() if policy.by_turns:
-      at = event.group, event.index
-      inputs.fix_turn(at, event.turn)
-      return [scheduler.TurnReady(*at, lane.steps(*at), lane.early_tokens(*at))]
+      inputs.fix_turn((event.group, event.index), event.turn)
+      return [_turn_ready(event, lane, policy)]
     case types.TurnScored() if policy.by_turns:
-      at = event.group, event.index
-      inputs.score_turn(at, event.turn, event.log_probs, event.scorer)
-      return [scheduler.TurnReady(*at, lane.steps(*at), lane.early_tokens(*at))]
+      inputs.score_turn((event.group, event.index), event.turn, event.log_probs, event.scorer)
+      return [_turn_ready(event, lane, policy)]
     case types.Span() | types.TurnFixed() | types.TurnScored():
       return []
   trajectory = event.trajectory
@@ -209,3 +207,8 @@ def _translate(event: types.RolloutEvent | types.Span, update: int, inputs: inpu
     return [scheduler.ContentReady(*at, scored=data.scored, cost=lane.cost(*at) if data.scored else 0)]
   record.trajectories[at] = trajectory
   return [scheduler.RewardReady(*at, reward=trajectory.reward)] if policy.objective.needs_rewards else []
+
+
+def _turn_ready(event: types.TurnFixed | types.TurnScored, lane: lane_lib.Lane, policy: scheduler.Policy) -> scheduler.TurnReady:
+  at = event.group, event.index
+  return scheduler.TurnReady(*at, lane.steps(*at), lane.early_tokens(*at) if policy.granularity == scheduler.ELASTIC else 0)

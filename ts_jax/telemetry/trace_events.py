@@ -8,7 +8,7 @@ Reference: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from typing import Any, Sequence
 
 from ts_jax import types
 from ts_jax.telemetry import trace
