@@ -10,13 +10,14 @@ import numpy as np
 import psutil
 import pytest
 
+from tests import placement
 from tests.experiments.conftest import ROOT
 from ts_jax import types
 from ts_jax.models import source, weights
 from ts_jax.rollout import client as client_lib, control, protocol, publication, supervision
 from ts_jax.rollout.vllm import environment
 
-CORE = max(os.sched_getaffinity(0))
+CORE, = placement.engine_cores()
 REQUESTS = [protocol.GenerateRequest(tuple(range(100, 140)) + (7 * i,), 12, seed=i, stop_token_ids=(2,), expected_version=3,
                                      request_id=f'r{i}') for i in range(3)]
 SCORED = tuple(int(i) for i in np.random.default_rng(3).integers(100, 40000, 80))

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from experiments import offline
+from tests import placement
 from tests.rollout import fault_proxy, fault_stage
 from ts_jax import types
 from ts_jax.models import tokenizer as tokenizer_lib
@@ -30,7 +31,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 
 GENERATE, LOAD = '/inference/v1/generate', '/collective_rpc'
 HANG_S = 15.0
-CORES = [max(os.sched_getaffinity(0))]
+CORES = placement.engine_cores()
 
 
 @pytest.fixture(scope='module')
@@ -77,12 +78,13 @@ def proxy(stage):
 # ---- The process ----------------------------------------------------------------------------------------------------
 
 
-def test_killed_while_generating(stage, student, undisturbed):
+def test_killed_while_generating_it_comes_back_and_leaves_nothing_behind(stage, student, undisturbed):
   version, before = stage.publish(), stage.server.restarts
-  victim = stage.processes()[0]
-  found = student.update(version, stage.client(), on_turn=victim.kill)
+  family = stage.processes()
+  found = student.update(version, stage.client(), on_turn=family[0].kill)
   stage.await_restart(before)
   assert found.bits == undisturbed.bits
+  assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_killed_while_loading_weights(stage, student, undisturbed):

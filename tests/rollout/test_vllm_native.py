@@ -6,21 +6,21 @@ import shutil
 
 import pytest
 
-from tests.rollout import test_vllm_publication as publications
+from tests import placement
+from tests.rollout import fault_stage
+from tests.rollout.test_vllm_publication import stepped
 from ts_jax import types
 from ts_jax.models import weights
 from ts_jax.rollout import publication
 from ts_jax.rollout.publication import native
 from ts_jax.rollout.vllm import environment, process
 
-student, prompt = publications.student, publications.prompt
 
-
-def test_versions_arrive_through_vllms_own_routes(student, prompt, tmp_path):
-  folder, config, params = student
+def test_versions_arrive_through_vllms_own_routes(tmp_path):
+  folder, config, params = fault_stage.write_model(tmp_path / 'model', seed=1), fault_stage.SIZES, fault_stage.random_params(1)
   python = environment.ensure(pathlib.Path(__file__).parents[2] / '.venv-vllm', 'cpu')
   engine = process.VllmProcess(python, folder, log_path=tmp_path / 'vllm.log', slots=4, max_context=256, weight_transfer='test_file',
-                               cores=[max(os.sched_getaffinity(0))], bring_up=lambda control: control.set_version(0))
+                               cores=placement.engine_cores(), bring_up=lambda control: control.set_version(0))
   plugin = tmp_path / 'vllm_extension'
   shutil.copyfile(pathlib.Path(__file__).with_name('vllm_file_backend.py'), plugin / 'vllm_file_backend.py')
   info = plugin / 'test_plugin-1.dist-info'
@@ -30,13 +30,13 @@ def test_versions_arrive_through_vllms_own_routes(student, prompt, tmp_path):
   exchange = tmp_path / 'exchange'
   transfer = native.NativeTransfer(exchange, 'float32', python, 'vllm_file_backend:Trainer',
                                    {**os.environ, 'PYTHONPATH': str(plugin)}, timeout_s=300.0)
-  publisher = publication.Publisher([engine], exchange, probe=publication.learner_probe(config, prompt), transfer=transfer,
+  publisher = publication.Publisher([engine], exchange, probe=publication.learner_probe(config, range(100, 196)), transfer=transfer,
                                     restart_timeout_s=20.0)
   assert "vLLM's own weight transfer" in publisher.description and 'probe' in publisher.description
   with engine:
     reference = tmp_path / 'reference.safetensors'
     for version, rate in ((1, 0.0), (2, 1e-3)):
-      params = publications.stepped(params, rate)
+      params = stepped(params, rate)
       published = publisher.publish(params, config, version)
       assert engine.control.weight_info().version == version
       assert weights.save_weights(reference, params, config) == published.checksum

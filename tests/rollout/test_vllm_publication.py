@@ -1,6 +1,5 @@
 """Publications to a real vLLM server: differences in bfloat16, what the probe sees, and adapters."""
 
-import os
 import pathlib
 
 import httpx
@@ -10,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests import placement
 from ts_jax import types
 from ts_jax.kernels import logprob
 from ts_jax.models import llama, source, tokenizer, weights
@@ -38,7 +38,7 @@ def start(student, tmp_path_factory):
 
   def make(**kwargs):
     return process.VllmProcess(python, student[0], log_path=tmp_path_factory.mktemp('vllm') / 'vllm.log', slots=4, max_context=256,
-                               cores=[max(os.sched_getaffinity(0))], bring_up=lambda control: control.set_version(0), **kwargs)
+                               cores=placement.engine_cores(), bring_up=lambda control: control.set_version(0), **kwargs)
   return make
 
 
