@@ -1,4 +1,4 @@
-"""Whole runs with models that score: a tiny student, a teacher or reference process, replay."""
+"""Whole runs with models that score: a tiny student, a teacher or reference process, every granularity, replay."""
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ def teacher(tmp_path_factory):
   return folder
 
 
-def test_a_student_is_distilled_and_its_recording_replays_to_the_same_bits(start, teacher, tmp_path):
+def test_a_student_is_distilled_and_its_recording_replays_to_the_same_bits_at_every_granularity(start, teacher, tmp_path):
   opd = ('--config.objective.name=opd', '--config.updates=2', '--config.schedule.accumulator=exact', '--config.checkpoint.export=True')
   finished(start(tmp_path / 'live', *opd, f'--config.teacher.source={teacher}'))
   run = rundir.RunDirectory(tmp_path / 'live')
@@ -29,7 +29,8 @@ def test_a_student_is_distilled_and_its_recording_replays_to_the_same_bits(start
   replayed = tmp_path / 'replayed'
   finished(start(replayed, *opd, f'--config.rollout.replay={run.path}', '--config.schedule.name=sync'))
   assert final_bits(replayed) == final_bits(run.path)
-  finished(start(tmp_path / 'forward', *opd, f'--config.rollout.replay={run.path}', '--config.schedule.granularity=forward'))
+  for granularity in ('turn', 'forward'):
+    finished(start(tmp_path / granularity, *opd, f'--config.rollout.replay={run.path}', f'--config.schedule.granularity={granularity}'))
 
 
 def test_the_reference_of_a_kl_is_the_initial_student_and_without_a_teacher_nothing_can_be_distilled(start, tmp_path):

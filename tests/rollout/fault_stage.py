@@ -83,6 +83,11 @@ class Outcome:
   def tokens(self) -> list:
     return [[turn.sampled.token_ids for turn in t.turns] for t in self.result.batch.trajectories]
 
+  @property
+  def log_probs(self) -> list[float]:
+    """The engine's, of every sampled id."""
+    return [x for t in self.result.batch.trajectories for turn in t.turns for x in turn.sampled.log_probs]
+
 
 class Student:
   """The learner's side: updates at fixed parameters from whatever the engines sample."""

@@ -84,6 +84,7 @@ def test_killed_while_generating_it_comes_back_and_leaves_nothing_behind(stage, 
   found = student.update(version, stage.client(), on_turn=family[0].kill)
   stage.await_restart(before)
   assert found.bits == undisturbed.bits
+  np.testing.assert_allclose(found.log_probs, undisturbed.log_probs, atol=1e-4)
   assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
